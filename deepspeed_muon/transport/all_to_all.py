@@ -141,6 +141,8 @@ class ChunkExchange:
         """
         self._plan, self._buffers, self._counts, self._group = plan, buffers, counts, group
         self._dtype, self._number, self._overlap = dtype, number, overlap
+        # Of a buffer: a number for each rank, the same in every step.
+        self._splits = functools.cache(BufferPlan.splits)
         sent, size = [chunk for chunk in plan.chunks if chunk.kind != "local"], dtype.itemsize
         self._slots = min(SLOTS if overlap else 1, len(sent))
         for slot in range(self._slots):
@@ -182,7 +184,7 @@ class ChunkExchange:
             sent_plan, received_plan, sent, received = received_plan, sent_plan, received, sent
         self._counts.count_exchange(sent_plan.remote_numel * sent.element_size())
         if chunk.kind == "all_to_all":
-            splits = _splits(received_plan, plan.world_size), _splits(sent_plan, plan.world_size)
+            splits = [self._splits(buffer, plan.world_size) for buffer in (received_plan, sent_plan)]
             return [start_all_to_all(received, sent, *splits, group=self._group)]
         # Replicated matrices: each owner broadcasts its updates, in the order of the owners. The buffer that receives
         # has a slice for each; this rank is the source of its own updates.
@@ -270,7 +272,3 @@ def exchange_tensors(
         flat.split(list(from_rank)) if from_rank else ()
         for flat, from_rank in zip(received.split(received_splits), numels, strict=True)
     ]
-
-
-# The list has a number for each rank, and does not change from step to step.
-_splits = functools.lru_cache(maxsize=64)(BufferPlan.splits)

@@ -7,9 +7,11 @@ import pickle
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +34,7 @@ from deepspeed_muon.plan.placement import (
 )
 from deepspeed_muon.step.orthogonalize import batches
 from deepspeed_muon.tools.plan import sent_by_rank
+from deepspeed_muon.transport.all_to_all import ChunkExchange, ExchangeBuffers, SentCounts
 from deepspeed_muon.variants import VARIANTS
 from tests.support.layouts import (
     ITERATION,
@@ -376,3 +379,20 @@ def test_runs_of_blocks_are_the_stack(
         if kind != "replicated":
             holders = [piece.placement.rank_of(element) for element in range(piece.numel)]
             assert holders == [f.rank for f in fragments_of(piece.placement) for _ in range(f.numel)]
+
+
+def test_splits_of_many_chunks_are_computed_once() -> None:
+    """With more than 32 chunks they were computed in every step: a cache of 64 of them never had the next one."""
+    layouts = sharded_layouts([(4, 4)] * 80, 2)
+    plan = build_exchange_plan(layouts, [0, 1] * 40, rank=0, world_size=2, chunk_numel=16)
+    assert len(plan.chunks) == 40 and all(chunk.kind == "all_to_all" for chunk in plan.chunks)
+    with (
+        mock.patch.object(BufferPlan, "splits", autospec=True, side_effect=BufferPlan.splits) as splits,
+        mock.patch("deepspeed_muon.transport.all_to_all.start_all_to_all"),
+    ):
+        buffers, options = ExchangeBuffers(torch.device("cpu")), {"dtype": torch.bfloat16, "number": 0}
+        exchange = ChunkExchange(plan, buffers, SentCounts(), None, overlap=True, **options)
+        for number in [*range(40)] * 3:
+            for direction in ("gather", "scatter"):
+                exchange.start(direction, exchange.open(number, number))
+    assert splits.call_count == 80
