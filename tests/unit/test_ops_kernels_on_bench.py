@@ -66,7 +66,7 @@ def test_operands_that_are_views_or_the_output(bench: Bench, case: Callable[[Ben
 
 def test_calls_of_the_sanitizers(bench: Bench) -> None:
     bench.configure(major=9, processors=2)
-    calls = sanitized.kernels_of(bench, "cpu")
+    calls = sanitized.kernels_of(bench, "cpu", processors=2)
     assert {"sym_gemm", "momentum_pack_int8", "divide_transposed"} <= calls.keys()
     for call in calls.values():
         call()
