@@ -65,7 +65,9 @@ SHAPES = {
 PARTS = {
     "iteration": "Milliseconds of ours; for each peer how many times as long it takes (median of the ratios).",
     "flat": "Flat passes, GB/s, by the dtype of the send buffer. The momentum is fp32 unless its dtype is named.",
-    "sym_gemm": "Symmetric products; multiprocessors that are busy are occupied by another kernel, as by NCCL's.",
+    "sym_gemm": "Symmetric products. The time of `sym_gemm` includes a launch that fills its counter of tiles; an "
+    "iteration has one for all of its products. Multiprocessors that are busy are occupied by another kernel, as by "
+    "NCCL's.",
 }
 
 Run = Callable[[Tensor], object]
