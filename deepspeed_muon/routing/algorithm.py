@@ -132,8 +132,7 @@ def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> 
 
 def _is_matrix(member: NamedParameter) -> bool:
     """Return whether a weight reads several inputs; the magnitudes of weight norm and empty weights do not."""
-    shape = member.full_shape
-    return len(shape) > 1 and math.prod(shape) > shape[0]
+    return len(member.full_shape) > 1 and math.prod(member.full_shape) > member.full_shape[0]
 
 
 def _inputs(member: NamedParameter) -> int:
@@ -188,7 +187,13 @@ def _first_layers(
     hidden = [member for member in matrices if member.key not in heads]
     made = {member.full_shape[1] if member.kind == "embedding" else member.sides[0] for member in hidden}
     data = {member.sides[0] for member in matrices if member.key in heads} - made
-    convolved = {member.sides[0] for member in matrices if "convolution" in (member.kind or "")}
+    # A later layer may read a multiple of these: channels at all positions, both directions of a recurrent layer.
+    repeated = {member.sides[0] for member in matrices if "convolution" in (member.kind or "")}
+    repeated |= {member.sides[1] for member in matrices if bare_name(member.name).startswith("weight_hh")}
+    # Before any embedding a recurrent layer may read data.
+    before = itertools.takewhile(lambda member: structure.is_ordered and member.kind != "embedding", matrices)
+    readers = (member for member in before if bare_name(member.name).startswith("weight_ih"))
+    outside = outside | {member.key for member in readers if member.kind == "linear"}
     first_below: dict[str, int] = {}  # path of a module that is named like a first layer to its first weight
     for member in matrices:
         components, shape, inputs = _components(member), member.full_shape, _inputs(member)
@@ -207,7 +212,7 @@ def _first_layers(
         # A linear layer may also read the features of several others together, or all positions of a convolution.
         elif member.key in outside and (
             inputs in data
-            or not (is_convolution or inputs in made or any(inputs % channels == 0 for channels in convolved))
+            or not (is_convolution or inputs in made or any(inputs % width == 0 for width in repeated))
         ):
             yield member.key, Claim("hidden", PERHAPS_FIRST, certain=False)
         if member.kind in ("convolution", "linear"):

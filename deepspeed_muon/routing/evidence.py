@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -277,11 +277,8 @@ def _side_of_bias(name: str, shape: tuple[int, ...], vectors: dict[str, int]) ->
 
 def call_quietly(module: nn.Module, accessor: str) -> object:
     """Return the result of an accessor, ``None`` if the model has none, it raises (no head) or it needs arguments."""
-    function: Callable[[], object] | None = getattr(module, accessor, None)
-    if not callable(function):
-        return None
     try:
-        return function()
+        return getattr(module, accessor)()
     except (NotImplementedError, AttributeError, TypeError, KeyError, IndexError):
         return None
 

@@ -209,4 +209,12 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "keypoints": lambda: Tree(
         conv1=Conv(1, 64, 3), hidden=Conv(64, 128, 3), points=Conv(128, 65, 1), descriptor=Conv(128, 128, 1)
     ),
+    # The decoder reads an embedding beside what the encoder makes.
+    "recogniser": lambda: Tree(
+        lower=nn.LSTM(80, 256, bidirectional=True),
+        upper=nn.LSTM(512, 128),
+        tokens=Embedding(1000, 64),
+        decoder=nn.GRU(192, 128),
+        out=Linear(128, 1000),
+    ),
 }
