@@ -287,13 +287,14 @@ def _with_equal_rates(table: Tensor, rates: Tensor) -> Iterator[tuple[tuple[floa
     rows_by_rates: dict[tuple[float, float], list[list[int]]] = {}
     numel_by_rates: dict[tuple[float, float], int] = {}
     for row in table.tolist():
-        pair = pairs[row[Column.MATRIX]]
+        *_, row_numel, matrix = row
+        pair = pairs[matrix]
         rows = rows_by_rates.setdefault(pair, [])
-        numel = numel_by_rates.get(pair, 0) + row[Column.NUMEL]
+        numel = numel_by_rates.get(pair, 0) + row_numel
         if rows and numel > _MAX_NUMEL:
             yield pair, rows[:]
             rows.clear()
-            numel = row[Column.NUMEL]
+            numel = row_numel
         rows.append(row)
         numel_by_rates[pair] = numel
     yield from rows_by_rates.items()
