@@ -34,6 +34,7 @@ def kernels_of(
         ),
         "unpack_apply": lambda: cases.unpack_apply(kernels, lengths, offsets[:2], half, inputs),
         "divide_transposed": lambda: cases.divide_transposed(kernels, (2, 70, 41), 1, half, inputs),
+        "squares": lambda: cases.squares(kernels, 2, 4099, 5, 3, torch.bfloat16, inputs),
     }
     if kernels.available() == OK:
         # Matrices of six tiles, together more than two for each multiprocessor. So the blocks compete for the counter,

@@ -137,3 +137,10 @@ def test_unpack_apply(kernels: Kernels, dtypes: Any, offsets: tuple[int, int]) -
 def test_divide_transposed(kernels: Kernels, shape: tuple[int, int, int], dtypes: Any) -> None:
     for step in (1, 2):
         cases.divide_transposed(kernels, shape, step, dtypes, Inputs("cuda"))
+
+
+@pytest.mark.parametrize("dtype", FLAT_DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 4099, 2048 * 5504], ids=str)
+def test_squares(kernels: Kernels, numel: int, dtype: torch.dtype) -> None:
+    for parts, offset in ((1, 0), (2752, 0), (37, 3)):
+        cases.squares(kernels, 3, numel, parts, offset, dtype, Inputs("cuda"))

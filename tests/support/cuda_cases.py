@@ -294,6 +294,28 @@ def divide_transposed(
     assert bool((buffer == 7.0).all())
 
 
+def squares(
+    kernels: Kernels, batch: int, numel: int, parts: int, offset: int, dtype: torch.dtype, inputs: Inputs
+) -> None:
+    """Sums of squares of matrices that begin ``offset`` elements behind a 16-byte boundary, also of small elements."""
+    matrices = inputs(offset + batch * numel + 64, dtype=dtype)
+    small = 0 if dtype == torch.float16 else 2.0**-90  # whose squares underflow
+    for factor in (1.0, small):
+        x = matrices.mul(factor)[offset : offset + batch * numel].view(batch, numel)
+        buffer = torch.full((batch + 2, parts, 2), torch.nan, device=inputs.device)
+        assert kernels.squares(x, buffer[1:-1]) == OK
+        assert bool(buffer[0].isnan().all()) and bool(buffer[-1].isnan().all())
+        plain, enlarged = buffer[1:-1].double().sum(1).unbind(1)  # (batch,) each
+        exact = x.double().square().sum(1)
+        # A sum of n squares has n roundings of 2^-24, of a lane's and five of the warp's; all terms are positive.
+        slack = 2.0**-24 * (numel // parts // 32 + 16)
+        if factor == 1.0:
+            assert bool(((plain - exact).abs() <= slack * exact).all())
+        if enlarged.isfinite().all():
+            assert bool(((enlarged * 2.0**-160 - exact).abs() <= slack * exact).all())
+        assert factor == 1.0 or bool(enlarged.isfinite().all())
+
+
 def _assert_close(actual: Tensor, expected: Tensor, size: Tensor) -> None:
     dtype = actual.dtype
     # In float32 at most four roundings, each of 2^-24 of a value that is at most the inputs' ``size``: of the weight

@@ -116,6 +116,16 @@ class DivideTransposed(ctypes.Structure):
     ]
 
 
+class Squares(ctypes.Structure):
+    """``struct MuonSquares``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "sums")),
+        *((name, ctypes.c_int64) for name in ("batch", "numel", "parts")),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
 def pointers(tensors: Sequence[Tensor]) -> list[int]:
     """Return the addresses of a fragment's tensors, then their length."""
     return [*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()]
@@ -131,6 +141,7 @@ class Kernels:
         self.library.muon_momentum_pack.argtypes = [pointer, int64, int32, int32, int32, pointer]
         self.library.muon_unpack_apply.argtypes = [pointer, int64, int32, int32, pointer]
         self.library.muon_divide_transposed.argtypes = [ctypes.POINTER(DivideTransposed), pointer]
+        self.library.muon_squares.argtypes = [ctypes.POINTER(Squares), pointer]
         self.library.muon_sym_gemm.argtypes = [ctypes.POINTER(SymGemm), pointer]
         self._counters: dict[torch.device, Tensor] = {}
 
@@ -188,6 +199,11 @@ class Kernels:
         addresses = [tensor.data_ptr() for tensor in (x, norms, out)]
         problem = DivideTransposed(*addresses, *x.shape, *x.stride(), DTYPES[x.dtype], DTYPES[out.dtype])
         return self._checked(self.library.muon_divide_transposed(ctypes.byref(problem), stream()))
+
+    def squares(self, x: Tensor, sums: Tensor) -> int:
+        """Run the pass over ``(batch, numel)``; ``sums`` is ``(batch, parts, 2)``."""
+        problem = Squares(x.data_ptr(), sums.data_ptr(), *x.shape, sums.shape[1], DTYPES[x.dtype])
+        return self._checked(self.library.muon_squares(ctypes.byref(problem), stream()))
 
     def _pass(
         self, call: Any, row: Any, rows: Sequence[tuple[Any, ...]], fragments: Sequence[Fragment]

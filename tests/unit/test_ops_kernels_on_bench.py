@@ -67,7 +67,7 @@ def test_operands_that_are_views_or_the_output(bench: Bench, case: Callable[[Ben
 def test_calls_of_the_sanitizers(bench: Bench) -> None:
     bench.configure(major=9, processors=2)
     calls = sanitized.kernels_of(bench, "cpu", processors=2)
-    assert {"sym_gemm", "momentum_pack_int8", "divide_transposed"} <= calls.keys()
+    assert {"sym_gemm", "momentum_pack_int8", "divide_transposed", "squares"} <= calls.keys()
     for call in calls.values():
         call()
 
@@ -192,6 +192,17 @@ def test_divide_transposed(bench: Bench, shape: tuple[int, int, int], step: int,
     cases.divide_transposed(bench, shape, step, dtypes, Inputs("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("numel", "parts", "offset", "dtype"),
+    # Parts that are empty, of less than a vector, whole, and of several steps of a warp.
+    pairwise(product([1, 7, 264, 1000, 4099], [1, 3, 40], [0, 3], (FP32, FP16, BF16))),
+    ids=str,
+)
+def test_squares(bench: Bench, numel: int, parts: int, offset: int, dtype: torch.dtype) -> None:
+    bench.configure(processors=1 + parts % 3)
+    cases.squares(bench, 3, numel, parts, offset, dtype, Inputs("cpu"))
+
+
 def far(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Return zeros of which only those pages take memory that are written to."""
     size = math.prod(shape) * dtype.itemsize
@@ -280,6 +291,13 @@ def turned(kernels: Bench) -> None:
         cases.divide_transposed(kernels, (2, 130, 70), 1, (FP32, BF16), Inputs("cpu"))
 
 
+def sums(kernels: Bench) -> None:
+    """Sums of squares of more parts than warps, on the 16-byte grid and beside it."""
+    kernels.configure(processors=1)
+    for numel, offset in ((4096, 0), (4099, 0), (4096, 3)):
+        cases.squares(kernels, 3, numel, 40, offset, BF16, Inputs("cpu"))
+
+
 def passes(kernels: Bench) -> None:
     """The flat passes, with each array unaligned in turn."""
     kernels.configure(processors=2)
@@ -312,7 +330,7 @@ DEFECTS = planted("planted_kernel_defects.toml")["defect"]
 FINDERS: dict[str, Callable[[Any], None]] = {
     finder.__name__: finder
     for finder in (
-        products, passes, turned, refusals, beyond_2_31, more_tiles_than_2_31, transposed_beyond_2_31, long_fragments,
+        products, passes, sums, turned, refusals, beyond_2_31, more_tiles_than_2_31, transposed_beyond_2_31, long_fragments,
         binding_cases.every_case,
     )
 }  # fmt: skip

@@ -10,6 +10,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <vector>
@@ -129,6 +130,21 @@ at::Tensor muon::divide_transposed(const at::Tensor& x, const at::Tensor& norms,
   if (status == MUON_OK) return out;
   TORCH_CHECK(status < 0 && status != MUON_BAD_ARGUMENT, "divide_transposed: ", muon_status_name(status));
   return divided(x.mT(), norms, dtype);
+}
+
+at::Tensor muon::squares(const at::Tensor& x) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor contiguous = x.contiguous();
+  MuonSquares problem{};
+  problem.batch = x.size(0);
+  problem.numel = x.size(1) * x.size(2);
+  problem.parts = std::clamp<int64_t>(problem.numel / 4096, 1, 4096);
+  const at::Tensor sums = at::empty({problem.batch, problem.parts, 2}, x.options().dtype(at::kFloat));
+  problem.x = contiguous.const_data_ptr();
+  problem.sums = static_cast<float*>(sums.data_ptr());
+  problem.dtype = muon_dtype(x.scalar_type());
+  check_status(muon_squares(&problem, stream_of(x)), "squares");
+  return sums;
 }
 
 namespace {

@@ -1,8 +1,9 @@
-// The elements of a pass that computes in float32: from and to each MuonDtype, and the checks of its launcher.
+// The elements of a pass that computes in float32: from and to each MuonDtype, one or eight, and the checks of its launcher.
 #pragma once
 
 #include <type_traits>
 
+#include "../include/flat_split.h"
 #include "../include/muon_cuda.h"
 #include "ptx.cuh"
 
@@ -25,6 +26,40 @@ __device__ __forceinline__ __half from_float<__half>(float x) {
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
+}
+
+struct Vector {
+  float value[kFlatVector];
+};
+
+__device__ __forceinline__ Vector load_vector(const float* source) {
+  const float4 low = reinterpret_cast<const float4*>(source)[0];
+  const float4 high = reinterpret_cast<const float4*>(source)[1];
+  return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+}
+
+template <typename T>
+__device__ __forceinline__ Vector load_vector(const T* source) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(source);
+  const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+  Vector v;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const float2 pair = Half2<T>::unpack(words[word]);
+    v.value[2 * word] = pair.x;
+    v.value[2 * word + 1] = pair.y;
+  }
+  return v;
+}
+
+__device__ __forceinline__ Vector load_vector(const int8_t* source) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(source);
+  Vector v;
+#pragma unroll
+  for (int i = 0; i < kFlatVector; ++i) {
+    v.value[i] = static_cast<float>(static_cast<int8_t>((i < 4 ? bits.x : bits.y) >> 8 * (i % 4)));
+  }
+  return v;
 }
 
 // A MuonDtype as a type. Kernels are templates of the number, which scripts/sass_check.py reads in their names.

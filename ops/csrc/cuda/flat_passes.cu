@@ -4,7 +4,6 @@
 // 10: the memory is the limit, so a thread takes eight elements at once with 16-byte accesses, all loads before the first
 // use. A block takes one tile of a fragment after the other; the table of the fragments is an argument of the kernel.
 #include "../include/code_blocks.h"
-#include "../include/flat_split.h"
 #include "elements.cuh"
 #include "launch.cuh"
 
@@ -12,16 +11,6 @@ namespace muon {
 namespace {
 
 constexpr int kThreads = 256;
-
-struct Vector {
-  float value[kFlatVector];
-};
-
-__device__ __forceinline__ Vector load_vector(const float* source) {
-  const float4 low = reinterpret_cast<const float4*>(source)[0];
-  const float4 high = reinterpret_cast<const float4*>(source)[1];
-  return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
-}
 
 __device__ __forceinline__ void store_vector(float* target, const Vector& v) {
 #pragma unroll
@@ -33,34 +22,10 @@ __device__ __forceinline__ void store_vector(float* target, const Vector& v) {
 }
 
 template <typename T>
-__device__ __forceinline__ Vector load_vector(const T* source) {
-  const uint4 bits = *reinterpret_cast<const uint4*>(source);
-  const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-  Vector v;
-#pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    const float2 pair = Half2<T>::unpack(words[word]);
-    v.value[2 * word] = pair.x;
-    v.value[2 * word + 1] = pair.y;
-  }
-  return v;
-}
-
-template <typename T>
 __device__ __forceinline__ void store_vector(T* target, const Vector& v) {
   store_global_16(target,
                   make_uint4(Half2<T>::pack(v.value[0], v.value[1]), Half2<T>::pack(v.value[2], v.value[3]),
                              Half2<T>::pack(v.value[4], v.value[5]), Half2<T>::pack(v.value[6], v.value[7])));
-}
-
-__device__ __forceinline__ Vector load_vector(const int8_t* source) {
-  const uint2 bits = *reinterpret_cast<const uint2*>(source);
-  Vector v;
-#pragma unroll
-  for (int i = 0; i < kFlatVector; ++i) {
-    v.value[i] = static_cast<float>(static_cast<int8_t>((i < 4 ? bits.x : bits.y) >> 8 * (i % 4)));
-  }
-  return v;
 }
 
 __device__ __forceinline__ void store_codes(int8_t* target, const int8_t (&codes)[kFlatVector]) {

@@ -7,6 +7,7 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/lt.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -24,16 +25,14 @@ at::Tensor divided(const at::Tensor& x, const at::Tensor& norms, at::ScalarType 
 
 namespace {
 
-// The Frobenius norms, (batch, 1, 1), each at least `smallest`. The squares of elements below 1e-19 underflow: a small norm is
-// that of elements 2^80 times as large. The smallest number of fp16 has the norm 6e-8.
+// The Frobenius norms, (batch, 1, 1), each at least `smallest`.
 at::Tensor divisors(const at::Tensor& x, double smallest) {
-  const at::ScalarType dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor norms = at::linalg_vector_norm(x, 2, at::IntArrayRef({-2, -1}), true, dtype);
-  if (x.scalar_type() != at::kHalf) {
-    const at::Tensor scaled = at::linalg_vector_norm(at::mul(x, 0x1p80), 2, at::IntArrayRef({-2, -1}), true, dtype);
-    norms = at::where(at::lt(norms, 1e-12), at::mul(scaled, 0x1p-80), norms);
+  if (x.scalar_type() == at::kDouble) {
+    return at::linalg_vector_norm(x, 2, at::IntArrayRef({-2, -1}), true).clamp_min_(smallest);
   }
-  return norms.clamp_min_(smallest);
+  const at::Tensor roots = at::sum(squares(x), at::IntArrayRef({1})).sqrt_();  // (batch, 2)
+  const at::Tensor norms = roots.select(1, 0), enlarged = roots.select(1, 1);
+  return at::where(at::lt(norms, 1e-12), at::mul(enlarged, 0x1p-80), norms).clamp_min_(smallest).view({-1, 1, 1});
 }
 
 // Q X, written in the caller's orientation: a tall result is (X^T Q), which BLAS reads without a copy.

@@ -14,6 +14,9 @@ at::Tensor sym_gemm(
     double diag, const at::Tensor& counter);
 at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype);
 
+// The sums of MuonSquares for x, (batch, rows, cols) in float32 or half precision.
+at::Tensor squares(const at::Tensor& x);
+
 // x / norms, contiguous, in `dtype`: one pass, without a copy in the dtype of the quotient.
 at::Tensor divided(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype);
 

@@ -103,6 +103,18 @@ typedef struct MuonDivideTransposed {
 
 int muon_divide_transposed(const MuonDivideTransposed* problem, muon_stream_t stream);
 
+// sums <- of each matrix the sum of the squares of its elements, and of the elements times 2^80: where a norm is small, the
+// squares themselves underflow. x is (batch, numel), contiguous, and sums (batch, parts, 2): the sums over parts of a matrix,
+// which the caller adds up. Arithmetic in float32; the same input gives the same bits.
+typedef struct MuonSquares {
+  const void* x;
+  float* sums;
+  int64_t batch, numel, parts;
+  int32_t dtype;
+} MuonSquares;
+
+int muon_squares(const MuonSquares* problem, muon_stream_t stream);
+
 const char* muon_status_name(int status);
 
 #ifdef __cplusplus
