@@ -330,8 +330,8 @@ DEFECTS = planted("planted_kernel_defects.toml")["defect"]
 FINDERS: dict[str, Callable[[Any], None]] = {
     finder.__name__: finder
     for finder in (
-        products, passes, sums, turned, refusals, beyond_2_31, more_tiles_than_2_31, transposed_beyond_2_31, long_fragments,
-        binding_cases.every_case,
+        products, passes, sums, turned, refusals, beyond_2_31, more_tiles_than_2_31, transposed_beyond_2_31,
+        long_fragments, binding_cases.every_case,
     )
 }  # fmt: skip
 
