@@ -143,11 +143,8 @@ class Muon(torch.optim.Optimizer):
         values: dict[str, object] = {**settings, "lr": lr}
         config = MuonConfig.from_params(values)
         rates = {key: rate for key in RATE_KEYS if isinstance(rate := values.get(key), Tensor)}
-        self._initialize(
-            config,
-            build_groups(params, config, model=model, rates=rates),
-            params if isinstance(params, nn.Module) else model,
-        )
+        routed = build_groups(params, config, model=model, rates=rates)
+        self._initialize(config, routed, params if isinstance(params, nn.Module) else model)
 
     @torch.no_grad()
     @_disable_dynamo
@@ -324,8 +321,8 @@ class Muon(torch.optim.Optimizer):
         self.runners: list[StepRunner] = []
         # Tensors of the param groups that are in no step set, because their routes say frozen.
         self._frozen: list[Tensor] = []
-        # Without DeepSpeed: each parameter with its dtype and device when the optimizer was bound.
-        self._bound_as: list[tuple[Tensor, torch.dtype, torch.device]] = []
+        # Without DeepSpeed: each parameter with its dtype, device and shape when the optimizer was bound.
+        self._bound_as: list[tuple[Tensor, tuple[torch.dtype, torch.device, torch.Size]]] = []
 
     def __dir__(self) -> list[str]:
         """Offer to completion what programs use; the rest serves the engine and checkpoints."""
@@ -354,11 +351,18 @@ class Muon(torch.optim.Optimizer):
     def _bind_to_parameters(self) -> None:
         """Bind to the parameters themselves, without DeepSpeed: at first, after a conversion, and after unfreezing."""
         # 1. Is the binding still valid?
-        is_converted = any(p.dtype != dtype or p.device != device for p, dtype, device in self._bound_as)
+        is_converted = any((p.dtype, p.device, p.shape) != bound_as for p, bound_as in self._bound_as)
         unfrozen = any(param.requires_grad and param.grad is not None for param in self._frozen)
         if self._bound is not None and not is_converted and not unfrozen:
             return
-        for member in self.routed.members.values():
+        for key, member in self.routed.members.items():
+            route, shape = self.routed.if_trained.get(key), member.param.shape
+            # AdamW takes any shape until it has state.
+            if route and shape != route.shape and (route.algorithm == "muon" or member.param in self.state):
+                raise BindingError(
+                    f"parameter {member.name} was {list(route.shape)} when the optimizer was made, and is {[*shape]} "
+                    f"now: make a new one when weights change their shapes. FSDP cuts them: use DDP or DeepSpeed"
+                )
             if member.awaits_shards and self.config.matrices:
                 raise RoutingError(
                     f"parameter {member.name}, {tuple(member.param.shape)}, is marked as a shard of tensor "
@@ -376,18 +380,15 @@ class Muon(torch.optim.Optimizer):
         self.routed = self.routed.current()
         if self._bound is None:
             self.routed.warn_of_missing_names()
-        unsupported = [key for key in ("restore_from", "consolidate_on_save") if getattr(self.config, key)]
-        if unsupported:
-            raise ConfigError(
-                f"{', '.join(unsupported)}: only with DeepSpeed; load and save state_dict() instead"
-            )
+        if self.config.restore_from or self.config.consolidate_on_save:
+            raise ConfigError("restore_from and consolidate_on_save: only with DeepSpeed; use state_dict()")
         # 3. Every parameter is a partition of its own. Its number is that in a state dict, which counts frozen
         # parameters, too.
         numbered = {PartitionIndex(n): param for n, param in enumerate(params) if self._is_trained(param)}
         step_set, device = step_set_of_parameters(params, numbered, self.routed.by_id)
         self._attach_step_hook(self._model)
         self._bind([step_set], device=device)
-        self._bound_as = [(param, param.dtype, param.device) for param in params]
+        self._bound_as = [(param, (param.dtype, param.device, param.shape)) for param in params]
         # model.half() and model.to(device) convert the parameters in place and leave the state behind.
         if is_converted:
             for param, entry in self.state.items():

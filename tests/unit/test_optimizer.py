@@ -356,6 +356,23 @@ def test_a_model_that_is_converted_between_steps(momentum_dtype: str | None) -> 
     assert {state["step"] for state in optimizer.state.values()} == {4}
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("change", [lambda weight: weight.T.contiguous(), lambda weight: weight[:8]])
+def test_a_matrix_of_another_shape_is_refused(change: Any, steps: int) -> None:
+    """A transpose was updated as the matrix that it had been; pruned matrices and FSDP's shards were a ValueError."""
+    layer = nn.Linear(16, 24)
+    optimizer = Muon(layer, muon_lr=0.02, adam_lr=1e-3)
+    for _ in range(steps):
+        layer(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    layer.weight.data = change(layer.weight.data)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    before = layer.weight.detach().clone()
+    with pytest.raises(deepspeed_muon.BindingError, match=r"parameter weight was \[24, 16\] when"):
+        optimizer.step()
+    assert torch.equal(layer.weight, before)
+
+
 HALVES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
 
