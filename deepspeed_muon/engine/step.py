@@ -51,7 +51,8 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
     finally:
         if isinstance(view, ZeroView):
             optimizer._bound_steps.gradient_flags.forget()
-            memory.norms = []
+            # What is reduced from now on is of the next step, also where the program calls the wrapper, not the engine.
+            memory.norms, memory.reduced = [], set()
         if optimizer.after_step is not None:
             # ZeRO calls the inner step several times, or never after an overflow.
             optimizer.after_step.end_step()

@@ -14,7 +14,7 @@ from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import training
 from tests.support.checkpoints import tensors_of
 from tests.support.idle import MANNERS, compare, lead
-from tests.support.models import batch
+from tests.support.models import batch, build
 from tests.support.thinning import full, usual
 from tests.support.training import FP32_SUMS, OFFLOAD
 
@@ -134,6 +134,25 @@ def test_idle_parameters(ranks: Any, setting: str, schedule: str) -> None:
 def test_whatever_the_loop(ranks: Any, setting: str, manner: str) -> None:
     results = ranks(2).run(lead, schedule=SCHEDULES["micro"], manner=manner, **SETTINGS[setting])
     compare(results, SCHEDULES["micro"])
+
+
+def stepped(rank: int, world_size: int, *, by_engine: bool, stage: int, zero: dict[str, Any]) -> Any:
+    """Train for three steps, each taken by the engine, or by the program, which calls the wrapper."""
+    engine = training.initialize(build("toy"), training.ds_config(stage, clipping=0.5, zero=zero))
+    for step in range(3):
+        engine.backward(engine(*batch(step, rank)))
+        (engine if by_engine else engine.optimizer).step()
+    return training.full_masters(engine)
+
+
+@pytest.mark.parametrize("setting", ["2-offload", *map(full, ("1-offload", "3-sub-groups", "3-offload"))])
+def test_a_program_that_steps_the_wrapper(ranks: Any, setting: str) -> None:
+    """Its gradients were added to those of the steps before."""
+    by_engine, by_program = (
+        ranks(2).run(stepped, by_engine=by_engine, **SETTINGS[setting])[0] for by_engine in (True, False)
+    )
+    for name, master in by_engine.items():
+        assert torch.equal(master, by_program[name]), name
 
 
 LEAF_SETTINGS = [setting for setting in SETTINGS if setting[0] != "0"]
