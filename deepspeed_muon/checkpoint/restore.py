@@ -594,15 +594,16 @@ class SettingsSnapshot:
 
     def __init__(self, engine: Any) -> None:
         """Copy them."""
-        self._optimizer = optimizer_of(engine)
-        self._host = host_of(self._optimizer)
+        self._optimizer = optimizer = optimizer_of(engine)
+        self._host = host_of(optimizer)
         self._counters, self._loss_scale = self._host.counters(), self._host.loss_scale()
         self._scheduler = engine.lr_scheduler
         # Both: the attributes include what a state_dict() leaves out, the state copies what the attributes refer to.
         self._scheduler_attributes = dict(getattr(self._scheduler, "__dict__", {}))
         self._scheduler_state: Any = None
         if self._scheduler is not None and hasattr(self._scheduler, "state_dict"):
-            self._scheduler_state = copy.deepcopy(self._scheduler.state_dict())
+            # A schedule that is part of another one refers to the optimizer, which is not copied.
+            self._scheduler_state = copy.deepcopy(self._scheduler.state_dict(), {id(optimizer): optimizer})
         self._groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
@@ -660,7 +661,7 @@ class SettingsSnapshot:
             self._scheduler.__dict__.update(self._scheduler_attributes)
         if self._scheduler_state is not None:
             # What the attributes refer to, such as the schedulers inside a SequentialLR, may have been changed too.
-            self._scheduler.load_state_dict(copy.deepcopy(self._scheduler_state))
+            self._scheduler.load_state_dict(self._scheduler_state)
         for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
             # Keys that the load has added.
             for key in group.keys() - settings.keys() - {"params"}:

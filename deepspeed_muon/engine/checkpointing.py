@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import shlex
+import types
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -120,9 +121,16 @@ def save_checkpoint(
         prepare_save(engine, folder, save_id)
     # 3. DeepSpeed's save
     try:
-        return original(save_dir, tag, client_state, *args, **kwargs)
+        with mock.patch.object(type(optimizer), "__reduce_ex__", _settings_alone):
+            return original(save_dir, tag, client_state, *args, **kwargs)
     finally:
         host_of(optimizer).save_id = None
+
+
+def _settings_alone(optimizer: Any, _: object) -> tuple[object, ...]:
+    """Pickle only the settings: a schedule that is part of the saved one refers to the optimizer for its rates."""
+    groups = [{key: group[key] for key in group.keys() - {"params"}} for group in optimizer.param_groups]
+    return types.SimpleNamespace, (), {"param_groups": groups, "step": None}
 
 
 def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:

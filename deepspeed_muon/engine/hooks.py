@@ -294,6 +294,5 @@ def hook_engine(engine: DeepSpeedEngine) -> None:
     for workaround in workarounds.NEEDED:
         workaround.prepare(engine, view)
     # All conditions are asked before anything is replaced.
-    needed = [hook for hook in ENGINE_HOOKS if hook.is_needed_by(view)]
-    for hook in needed:
+    for hook in [hook for hook in ENGINE_HOOKS if hook.is_needed_by(view)]:
         replace_method(engine if hook.owner is DeepSpeedEngine else wrapper, hook)

@@ -598,8 +598,7 @@ class Zero3View(ZeroView):
         accelerator, stream = get_accelerator(), self.wrapper.reduce_and_partition_stream
         device, dtype = accelerator.current_device_name(), self.wrapper.gradient_accumulation_dtype
         with accelerator.stream(stream):  # on which DeepSpeed reduces, and looks for infinities
-            numels = [param.partition_numel() for param in params]  # type: ignore[attr-defined]
-            zeros = [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]
+            zeros = [torch.zeros(p.partition_numel(), dtype=dtype, device=device) for p in params]  # type: ignore[attr-defined]
             self.wrapper.partition_grads(params, zeros)
         if not accelerator.resolves_data_dependency():
             stream.synchronize()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 import deepspeed_muon
 from tests.support import snapshots, training
@@ -23,7 +24,7 @@ from tests.support.checkpoints import (
     train_step,
     trained_for,
 )
-from tests.support.models import MATRICES
+from tests.support.models import MATRICES, build
 from tests.support.thinning import each_value, full, with_settings
 from tests.support.training import FP32_SUMS, OFFLOAD
 
@@ -106,6 +107,47 @@ def test_resume_is_bit_identical(
         )
     if extra.get("fp16") == SCALE:
         assert uninterrupted[0]["skipped"] > 0 and len(set(uninterrupted[0]["scales"])) > 1, "the scale moved"
+
+
+class Rising(lr_scheduler.LRScheduler):
+    """A warm-up before another schedule, which is an attribute and so part of ``state_dict()``, with its optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.then = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        if self.last_epoch < 3:
+            return [base * (self.last_epoch + 1) / 3 for base in self.base_lrs]
+        self.then.step()
+        return self.then.get_last_lr()
+
+
+def nested_schedule(rank: int, world_size: int, *, stage: int, folder: str) -> Any:
+    """Train on after a save, in the engine that saved and in one that loads; return the rates and masters of both."""
+    results = []
+    for seed in (0, 7):
+        config = training.ds_config(stage)
+        engine = training.initialize(build("toy", seed=seed), config, lr_scheduler=Rising)
+        if seed == 0:
+            training.train_steps(engine, 4, rank, world_size)
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        for step in range(4, 6):
+            training.run_step(engine, step, rank, world_size, 1)
+        rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
+        results.append((rates, training.full_masters(engine)))
+    return results
+
+
+@pytest.mark.parametrize("stage", [full(0), full(1), 3])
+def test_a_schedule_within_a_schedule(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """The rank that writes the schedule raised, as the optimizer cannot be pickled, and the others waited for it."""
+    saved, loaded = ranks(2).run(nested_schedule, stage=stage, folder=str(tmp_path))[0]
+    assert saved[0] == loaded[0]
+    for name, master in saved[1].items():
+        assert torch.equal(master, loaded[1][name]), name
 
 
 def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str) -> Any:

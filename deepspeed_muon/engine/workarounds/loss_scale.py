@@ -83,9 +83,8 @@ def take_step(original: Original, engine: DeepSpeedEngine, *args: object, **kwar
     scaler = engine.torch_autocast_z0_gradscaler
     if scaler is None:
         return original(*args, **kwargs)
-    before = scaler.scale(
-        torch.ones((), dtype=torch.float32, device=engine.device)
-    )  # a copy; the host does not wait for it
+    # a copy; the host does not wait for it
+    before = scaler.scale(torch.ones((), dtype=torch.float32, device=engine.device))
     result = original(*args, **kwargs)
     if engine.basic_optimizer.overflow:
         lowered = {"scale": float(before) * scaler.get_backoff_factor(), "_growth_tracker": 0}

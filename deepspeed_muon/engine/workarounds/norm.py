@@ -152,8 +152,7 @@ def _norms(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> Tensor:
         return _norms_over(engine, lists, engine.mpu.get_model_parallel_group())
     if engine.has_moe_layers:
         return _norms_of_all_experts(engine, lists)
-    group = tensor_parallel_group(engine)
-    if group is not None:
+    if (group := tensor_parallel_group(engine)) is not None:
         return _norms_over(engine, lists, group)
     grads_of = [[grad for _, grad in pairs if grad is not None] for pairs in lists]
     zero = torch.zeros((), dtype=torch.float64, device=engine.device)
