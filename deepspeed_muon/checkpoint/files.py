@@ -22,6 +22,7 @@ import pkgutil
 import secrets
 import shutil
 import stat
+import zipfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -157,7 +158,7 @@ def _zero_stage(enumeration: Any, name: str) -> Any:
 
 
 def load_pickle(path: Path, *, trust: bool = False) -> Any:
-    """Load a file of ``torch.save`` on the CPU, memory-mapped, without running code from it.
+    """Load a file of ``torch.save`` on the CPU, memory-mapped if it is an archive, without running code from it.
 
     Args:
         path: The file; may be a link to one.
@@ -166,15 +167,15 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
     Raises:
         CheckpointError: Naming the file and, if there is one, the class that is not allowed.
     """
-    allowed: list[Any] = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
     # Where a file calls getattr, the unpickler calls _zero_stage, which returns members of this one class only.
-    allowed.append((_zero_stage, "builtins.getattr"))
+    allowed: list[Any] = [*map(pkgutil.resolve_name, _ALLOWED_CLASSES), (_zero_stage, "builtins.getattr")]
     with refusing(str(path)):
         if not path.is_file() and path.exists():  # torch would wait for the writer of a pipe
             raise CheckpointError(f"{path}: not a regular file")
         try:
             with torch.serialization.safe_globals(allowed):
-                return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+                # With checkpoint_serialization false DeepSpeed writes no archives, and only these can be mapped.
+                return torch.load(path, "cpu", mmap=zipfile.is_zipfile(path), weights_only=not trust)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you "

@@ -10,7 +10,6 @@ import os
 import secrets
 import shlex
 import types
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -328,7 +327,8 @@ def _save_id(
     elif with_state:  # of experts; else the state is in the file with the model
         files += map(str, (folder / tag).glob("expp_rank_*_optim_states.pt"))
     # DeepSpeed's other writers have other formats.
-    readable = [file for file in files if Path(file).is_file() and zipfile.is_zipfile(file)]
+    is_readable = isinstance(engine.checkpoint_engine, TorchCheckpointEngine)
+    readable = [file for file in files if is_readable and Path(file).is_file()]
     ids = {file: save_of(load(Path(file))) for file in readable}
     if len(set(ids.values())) > 1:
         raise CheckpointError(f"{' and '.join(ids)} are of different saves: {_ONE_SAVE}")

@@ -12,6 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import deepspeed_muon
+from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import snapshots, training
 from tests.support.checkpoints import (
     CODES,
@@ -148,6 +149,21 @@ def test_a_schedule_within_a_schedule(ranks: Any, tmp_path: Path, stage: int) ->
     assert saved[0] == loaded[0]
     for name, master in saved[1].items():
         assert torch.equal(master, loaded[1][name]), name
+
+
+@pytest.mark.parametrize("stage", [full(0), 2, full(3)])
+def test_saves_that_are_no_archives(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """Of ``checkpoint_serialization`` false: neither the engine nor the command read them."""
+    settings = {
+        "stage": stage,
+        "folder": str(tmp_path),
+        "extra": {"checkpoint": {"checkpoint_serialization": False}},
+    }
+    uninterrupted = ranks(2).run(resumed, phase="whole", **settings)
+    rest = ranks(2).run(resumed, phase="rest", **settings)
+    for rank in range(2):
+        training.assert_same_bits(rest[rank], uninterrupted[rank], "fp32", *STATES)
+    assert consolidate_files(tmp_path, tmp_path / "set").progress.global_steps == 3
 
 
 def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str) -> Any:
