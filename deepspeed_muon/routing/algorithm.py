@@ -339,7 +339,7 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
     for member in layers:
         readers[_inputs(member)].add(_parent(member))
     hidden_inputs = {_inputs(member) for member in layers if member.key not in ends}  # by hidden layers
-    towers = set(map(_starred, last))
+    towers, squares = set(map(_starred, last)), set[str]()
     for member in (layer for layer in reversed(layers) if layer.key in outside - heads - claims.keys()):
         outputs, inputs = member.sides
         siblings = [head for head in last if outputs < inputs == _inputs(head) and head.kind == member.kind]
@@ -353,14 +353,16 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
         is_generated &= len(readers[outputs]) == 1 and _parent(member) not in readers[outputs]
         is_unread = member.key in ends or is_generated
         # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and one before a norm
-        # has no bias.
-        is_unread &= outputs % inputs != 0 and member.layer is not None and member.layer.is_biased
-        # The last layers of parallel towers may be square.
-        is_last_below = last_below[_parent(member)] == member.key
-        is_twin = outputs == inputs and is_last_below and _starred(member) in towers
+        # has no bias; nor has a head beside another one.
+        is_beside = any(inputs == _inputs(head) and _parent(member) == _parent(head) for head in last)
+        is_unread &= outputs % inputs != 0 and (is_beside or bool(member.layer and member.layer.is_biased))
+        # The last layers of parallel towers may be square, and all layers of a list whose last one is.
+        twins = towers if last_below[_parent(member)] == member.key else squares
+        is_twin = outputs == inputs and _starred(member) in twins
         if is_unread or is_twin or (member is final and is_open and (ends or len(layers) > 1)):
             claims[member.key] = Claim("hidden", PERHAPS_HEAD, certain=False)
             towers.add(_starred(member))
+            squares |= {_starred(member)} if outputs == inputs else set()
     return claims
 
 
@@ -379,7 +381,9 @@ def _ends(
         outputs, inputs = member.sides
         if member.key in outside and outputs != inputs and outputs not in read:
             ends[member.key] = member
-        read.add(inputs)
+        # Nothing says which side of a class's weight the inputs are: perhaps it is stored as input x output.
+        is_unknown = member.layer is not None and member.layer.transposed is None
+        read |= {inputs, outputs} if is_unknown and len(member.full_shape) == 2 else {inputs}
     return ends
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,18 +152,11 @@ _TRANSPOSED_EXPERTS = frozenset({"Llama4TextExperts"})
 def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, Layer, tuple[Claim, ...]]]:
     """Yield the direct parameters of the module at ``path``, each with its layer and the claims on it."""
     parameters = list(direct_parameters(module))
-    # Sizes of the biases, for the weights beside them; some are stored as (1, outputs).
-    vectors = {
-        name: shape[-1]
-        for name, param in parameters
-        if len(shape := true_shape(param)) == 1 or shape[:-1] == (1,)
-    }
+    shapes = {name: true_shape(param) for name, param in parameters}
     for name, param in parameters:
         kind = _kind(module, name)
         shape = true_shape(param)
-        is_transposed = type(module).__name__ in _TRANSPOSED_EXPERTS or getattr(
-            module, "is_transposed", False
-        )
+        is_transposed = getattr(module, "is_transposed", type(module).__name__ in _TRANSPOSED_EXPERTS)
         # by type, True or unknown
         transposed = True if _is_conv1d(module) or (kind == "experts" and is_transposed) else None
         # transformers' experts with interleaved gate and up projections (gpt-oss)
@@ -175,13 +169,11 @@ def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, La
             product = f"{stack} experts in one matrix" if stack else ""
         elif len(shape) == 2 and kind in ("linear", "weight", "bare") and transposed is None:
             # Outputs and inputs by the attributes of the module, else by the bias, else as torch stores them.
-            side = _side_of_bias(name, shape, vectors)
+            side = _side_of_bias(name, shapes)
             product = "" if side is None else f"has a bias for its {shape[side]} outputs"
             # in_features and out_features, or a pair like them: in_channels (PyG), _in_feats (DGL), input_dim, d_in
-            attributes = (
-                (name, getattr(module, name, None)) for name in ("in_features", "out_features", *vars(module))
-            )
-            sizes = {name: value for name, value in attributes if isinstance(value, int)}
+            names = ("in_features", "out_features", *vars(module))
+            sizes = {name: size for name in names if isinstance(size := getattr(module, name, None), int)}
             for inputs, size in sizes.items():
                 outputs = re.sub(r"in(?=put|_|$)", "out", inputs, count=1)
                 sides = sizes.get(outputs), size
@@ -189,11 +181,15 @@ def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, La
                     side, product = int(shape != sides), f"has the size of {outputs} x {inputs}"
                     break
             transposed = None if side is None else side == 1
+        elif len(shape) == 3 and kind in ("weight", "bare", "experts"):
+            transposed = transposed or _side_of_bias(name, shapes) == 1
         if len(shape) > 1 and kind == "embedding":
             claims = (Claim("embedding", "weight of an embedding module"),)
         elif len(shape) > 1 and kind == "norm":
             claims = (Claim("norm", "gain of a norm"),)
-        yield param, Layer(kind, transposed, interleaved, stack, product, bool(vectors)), claims
+        # a vector, or (1, outputs)
+        is_biased = any(size[-1:] == (math.prod(size),) for size in shapes.values())
+        yield param, Layer(kind, transposed, interleaved, stack, product, is_biased), claims
 
 
 def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -263,16 +259,18 @@ def _stack(module: nn.Module, shape: tuple[int, ...]) -> int:
     return 0
 
 
-def _side_of_bias(name: str, shape: tuple[int, ...], vectors: dict[str, int]) -> int | None:
-    """Return the dimension of a matrix whose size is that of the bias beside it; ``None`` without such a bias."""
-    # weight and bias, attn_weight and attn_bias, kernel and bias, w1 and b1, W_in and b_in
-    bias_names = {re.sub("weight|kernel", "bias", name), re.sub(r"^[wW]", "b", name)}
-    sizes = {vectors[bias] for bias in bias_names - {name} if bias in vectors}
+def _side_of_bias(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Return which of the last two dimensions of a weight is that of the bias beside it; ``None`` without one."""
+    *stack, rows, cols = shapes[name]
+    # attn_weight and attn_bias, weights and biases, w1 and b1, W_in and b_in, up_proj and up_proj_bias
+    names = {re.sub("weight|kernel", "bias", name).replace("biass", "biases"), re.sub(r"^[wW]", "b", name)}
+    names |= {"bias", "b"} if name in ("weight", "kernel", "w", "W") else {f"{name}_bias"}
+    # (outputs,) or (1, outputs); of stacked experts (experts, outputs) or (experts, 1, outputs)
+    biases = (shapes[bias] for bias in names - {name} if bias in shapes)
+    sizes = {bias[-1] for bias in biases if bias and math.prod(bias) == math.prod(stack) * bias[-1]}
+    sides = [side for side, size in enumerate((rows, cols)) if sizes == {size}]
     # The bias of a square matrix does not show which side are the outputs.
-    if len(sizes) != 1 or len(shape) != 2 or shape[0] == shape[1]:
-        return None
-    size = sizes.pop()
-    return shape.index(size) if size in shape else None
+    return sides[0] if len(sides) == 1 else None
 
 
 def call_quietly(module: nn.Module, accessor: str) -> object:

@@ -237,6 +237,39 @@ def test_attributes_or_the_bias_say_which_dimension_is_the_output(
         assert result["conv2.weight"].rule == "head"
 
 
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [("weight", "b"), ("W", "bias"), ("weights", "biases"), ("up_proj", "up_proj_bias"), ("w_in", "b_in")],
+)
+def test_names_of_a_weight_and_its_bias(name: str, bias: str) -> None:
+    layer = Tree(**{name: parameter(64, 256), bias: parameter(256)})
+    route = routes(Tree(tokens=nn.Embedding(9, 64), layer=layer, out=Linear(256, 9)))[f"layer.{name}"]
+    assert (route.algorithm, route.transposed, route.certain) == ("muon", True, True), route
+
+
+@pytest.mark.parametrize("bias", [(8, 96), (8, 1, 96)])
+def test_the_biases_of_stacked_experts_say_which_dimension_is_the_output(bias: tuple[int, ...]) -> None:
+    for shape, transposed in (((8, 64, 96), True), ((8, 96, 64), False)):
+        moe = Tree(experts=Tree(w1=parameter(*shape), b1=parameter(*bias)))
+        route = routes(Tree(tokens=nn.Embedding(9, 64), moe=moe, out=Linear(64, 9)))["moe.experts.w1"]
+        assert (route.algorithm, route.transposed, route.certain) == ("muon", transposed, True), route
+
+
+def test_a_hidden_layer_before_a_head_of_unknown_orientation() -> None:
+    head = Tree(weight=parameter(64, 10))  # a cosine classifier, stored as input x output without a mark
+    result = routes(Tree(first=Linear(30, 128), second=Linear(128, 64), head=head))
+    assert (result["second.weight"].algorithm, result["head.weight"].algorithm) == ("muon", "adamw")
+
+
+def test_heads_in_parallel_may_be_wide_or_square() -> None:
+    square = nn.ModuleList(Linear(64, 64, bias=False) for _ in range(3))  # one for each codebook
+    wide = {"text": Linear(64, 300, bias=False), "action": Linear(64, 12, bias=False)}
+    for heads in (Tree(linears=square), Tree(**wide)):
+        result = routes(Tree(tokens=nn.Embedding(500, 64), layers=blocks(), **dict(heads.named_children())))
+        for name in heads.state_dict():
+            assert result[name].algorithm == "adamw" or not result[name].certain, result[name]
+
+
 def mlp(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(Linear(*pair) for pair in itertools.pairwise(sizes)))
 
