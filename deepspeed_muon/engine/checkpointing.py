@@ -155,13 +155,14 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
     # DeepSpeed would read `latest` again on every rank, and another save may have replaced it by then.
     given["tag"] = tag
     # 3. DeepSpeed's load
-    before = SettingsSnapshot(engine)
-    optimizer = optimizer_of(engine)
+    before, optimizer = SettingsSnapshot(engine), optimizer_of(engine)
     load_state_dict = optimizer.load_state_dict
 
     def load_on_all_ranks(state_dict: dict[str, Any]) -> None:
         # A rank that raises alone would leave the others waiting in DeepSpeed's next collective.
-        with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks), refusing("the optimizer state"):
+        # Of ranks that load in turn, the next one does not get here before this one has loaded.
+        ranks = Ranks() if engine._config.zero_config.pipeline_loading_checkpoint else optimizer.ranks
+        with raise_on_all_ranks(CheckpointError, ranks=ranks), refusing("the optimizer state"):
             load_state_dict(state_dict)
 
     try:

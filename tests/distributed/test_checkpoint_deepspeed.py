@@ -68,6 +68,7 @@ CASES = [
     (3, "bf16", OFFLOAD, {}),
     (3, "fp32", {**OFFLOAD, "offload_param": {"device": "cpu"}}, {}),
     (2, "fp32", ROUND, {}),
+    (3, "fp32", {"pipeline_loading_checkpoint": True}, {}),
     (0, "fp16", {}, {"fp16": SCALE}),
     (1, "fp16", {}, {"fp16": SCALE}),
     (2, "fp16", OFFLOAD, {"fp16": SCALE}),
