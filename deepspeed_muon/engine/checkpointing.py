@@ -41,7 +41,7 @@ from deepspeed_muon.checkpoint.restore import (
 from deepspeed_muon.config.settings import refuse_unusable
 from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.views import View, view_of
+from deepspeed_muon.engine.views import HalfView, View, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.plan.placement import Placement
 from deepspeed_muon.step.loading import settings_to_load
@@ -155,7 +155,7 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
     # DeepSpeed would read `latest` again on every rank, and another save may have replaced it by then.
     given["tag"] = tag
     # 3. DeepSpeed's load
-    before, optimizer = SettingsSnapshot(engine), optimizer_of(engine)
+    before, optimizer, view = SettingsSnapshot(engine), optimizer_of(engine), view_of(engine.optimizer)
     load_state_dict = optimizer.load_state_dict
 
     def load_on_all_ranks(state_dict: dict[str, Any]) -> None:
@@ -170,11 +170,13 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
             path, client_state = original(*call.args[1:], **call.kwargs)
             if saved is not None:
                 load_the_rest(engine, given["load_dir"], saved.folder.name)
+            if path is not None and not with_state and isinstance(view, HalfView):
+                view.refresh_masters()
     except Exception as error:
         if universal:
             before.put_back()
             if isinstance(error, CheckpointError):  # all ranks are here: they agreed to refuse
-                view_of(engine.optimizer).end_of_load()
+                view.end_of_load()
         raise
     # 4. report the settings that it replaced
     if client_state is not None:
@@ -182,7 +184,7 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
     remedy = "restore a consolidated set with hyperparameters=False"
     if saved is not None:
         remedy = f"{saved.remedy('hyperparameters=False')} instead of loading this"
-    clipping, configured = view_of(engine.optimizer).loaded_clipping, engine.gradient_clipping()
+    clipping, configured = view.loaded_clipping, engine.gradient_clipping()
     replaced = clipping not in (None, configured)
     changes = [f"gradient_clipping is {clipping}, configured {configured}"] if replaced else []
     before.warn_of_replaced("engine.load_checkpoint", remedy, changes)

@@ -415,9 +415,7 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     # The ranks of a data-parallel group have the same routes: one rank of each group is enough.
     across_stages = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
     algorithms = [group["algorithm"] for group in optimizer.param_groups]
-    stages = across_stages.all_gather(
-        (optimizer.routes, algorithms), purpose="comparison of the stages' routes"
-    ).values()
+    stages = across_stages.all_gather((optimizer.routes, algorithms), purpose="comparison of routes").values()
     counts = [len(algorithms) for _, algorithms in stages]
     if len(set(counts)) > 1 and norm_by_group:
         raise ConfigError(

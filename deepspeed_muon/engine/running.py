@@ -42,9 +42,7 @@ def configure_lr_scheduler(
     try:
         result = original(engine, *args, **kwargs)
     except ValueError as error:
-        shown = ", ".join(
-            f"{group['algorithm']} of group {group[CALLER_GROUP]}" for group in optimizer.param_groups
-        )
+        shown = ", ".join(f"{g['algorithm']} of group {g[CALLER_GROUP]}" for g in optimizer.param_groups)
         raise RoutingError(
             f"lr_scheduler: {error}. Each group of the program is divided into one of Muon and one of AdamW, so that "
             f"the optimizer has {len(optimizer.param_groups)}: {shown}. Choose functions and numbers by "

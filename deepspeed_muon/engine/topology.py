@@ -102,9 +102,8 @@ def model_facts(engine: DeepSpeedEngine) -> RankFacts:
     facts, scope_of = RankFacts(), functools.cache(Scope.of)
     for name, param in engine.module.named_parameters():
         shown = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
-        facts.record(
-            f"parameter {name}", shown, scope_of(groups_of(param, engine.seq_data_parallel_group)[0])
-        )
+        holders, *_ = groups_of(param, engine.seq_data_parallel_group)
+        facts.record(f"parameter {name}", shown, scope_of(holders))
     return facts
 
 

@@ -193,6 +193,11 @@ class HalfView(View):
         for (model,), master in zip(self.params, self.masters, strict=True):
             model.data.copy_(master.data)
 
+    def refresh_masters(self) -> None:
+        """Set the masters to loaded weights: DeepSpeed does so from stage 1 on, else its next step discards these."""
+        for (model,), master in zip(self.params, self.masters, strict=True):
+            master.data.copy_(model.data)
+
     def dynamic_scaler(self) -> Any:
         config = self.wrapper.loss_scale_config
         return config if config.dynamic_loss_scale else None

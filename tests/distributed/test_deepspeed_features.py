@@ -220,6 +220,7 @@ def loaded_weights(
 @pytest.mark.parametrize(
     ("stage", "from_fp32", "options"),
     [
+        (0, True, WITHOUT_STATE),
         (1, True, WITHOUT_STATE),
         (1, False, {}),
         full(1, True, MODULE_ONLY),
@@ -234,7 +235,8 @@ def test_loading_weights(
 ) -> None:
     """``load_from_fp32_weights`` takes the saved masters; without it, or without the state, their bf16 copies count.
 
-    With ``load_module_only`` ZeRO 3 loaded nothing and returned a path all the same.
+    With ``load_module_only`` ZeRO 3 loaded nothing and returned a path all the same. Without the state the first step
+    of ZeRO 0 replaced the loaded weights by those from before, which the masters still had.
     """
     arguments = {"stage": stage, "folder": str(tmp_path), "from_fp32": from_fp32, "options": options}
     saved = ranks(2).run(loaded_weights, save=True, **arguments)[0]
