@@ -355,6 +355,13 @@ class Muon(torch.optim.Optimizer):
         unfrozen = any(param.requires_grad and param.grad is not None for param in self._frozen)
         if self._bound is not None and not is_converted and not unfrozen:
             return
+        params = [param for group in self.param_groups for param in group["params"]]
+        if not {id(param) for param in params} <= self.routed.by_id.keys():
+            raise BindingError(
+                "DeepSpeed replaced the optimizer's parameters with flat partitions, but did not pass their layout to "
+                "the optimizer: pass the Muon itself to deepspeed.initialize, without another optimizer around it, and "
+                "call deepspeed_muon.register() before, if you have called unregister()"
+            )
         for key, member in self.routed.members.items():
             route, shape = self.routed.if_trained.get(key), member.param.shape
             # AdamW takes any shape until it has state.
@@ -369,13 +376,6 @@ class Muon(torch.optim.Optimizer):
                     f"parallelism, and optimizer.params.matrices divides whole matrices: only an engine of "
                     f"deepspeed.initialize says how it is cut"
                 )
-        params = [param for group in self.param_groups for param in group["params"]]
-        if not {id(param) for param in params} <= self.routed.by_id.keys():
-            raise BindingError(
-                "DeepSpeed replaced the optimizer's parameters with flat partitions, but did not pass their layout to "
-                "the optimizer: pass the Muon itself to deepspeed.initialize, without another optimizer around it, and "
-                "call deepspeed_muon.register() before, if you have called unregister()"
-            )
         # 2. What is frozen may have changed; what only an engine can do is refused.
         self.routed = self.routed.current()
         if self._bound is None:
