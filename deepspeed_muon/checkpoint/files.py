@@ -22,7 +22,6 @@ import pkgutil
 import secrets
 import shutil
 import stat
-import zipfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -157,6 +156,12 @@ def _zero_stage(enumeration: Any, name: str) -> Any:
     return enumeration[name]
 
 
+def is_archive(path: Path) -> bool:
+    """Return whether a file begins as a zip archive does, also if its end is cut off."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
 def load_pickle(path: Path, *, trust: bool = False) -> Any:
     """Load a file of ``torch.save`` on the CPU, memory-mapped if it is an archive, without running code from it.
 
@@ -175,7 +180,7 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
         try:
             with torch.serialization.safe_globals(allowed):
                 # With checkpoint_serialization false DeepSpeed writes no archives, and only these can be mapped.
-                return torch.load(path, "cpu", mmap=zipfile.is_zipfile(path), weights_only=not trust)
+                return torch.load(path, "cpu", mmap=is_archive(path), weights_only=not trust)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you "

@@ -12,7 +12,6 @@ the momentum of them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -38,7 +37,7 @@ from deepspeed_muon.checkpoint.deepspeed_files import (
     unwrap,
     wrapper_state,
 )
-from deepspeed_muon.checkpoint.files import check_tensor, drop_pages, load_pickle, refusing
+from deepspeed_muon.checkpoint.files import check_tensor, drop_pages, is_archive, load_pickle, refusing
 from deepspeed_muon.checkpoint.index import (
     COUNTERS,
     INDEX_NAME,
@@ -386,10 +385,11 @@ def _verify_crc(folder: Path) -> None:
     """
     files = sorted(folder.glob("*_states.pt"))
     for path in tqdm(files, desc="checksums", unit="file", delay=2, disable=None, leave=False):
-        damaged = None
-        # With checkpoint_serialization false DeepSpeed writes no archives, and so no checksums.
-        with refusing(str(path)), contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
+        with refusing(str(path)):
+            if not is_archive(path):  # of a save with checkpoint_serialization false, which has no checksums
+                continue
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(
                 f"{path}: damaged: {damaged} in it does not have its CRC-32. Copy it again, or load another tag"
