@@ -313,8 +313,8 @@ def measure_times(
             rows[name]["kernels"] = deepspeed_muon.muon_optimizer(engine).kernel_report()
     for engine in engines.values():
         engine.destroy()
-    # The process runs the next cell too: an engine that was collected while torch compiled that one's optimizer would be
-    # destroyed again, by operators that then run on fake tensors.
+    # The process runs the next cell too. An engine that was collected while torch compiles that one's optimizer would
+    # be destroyed again, by operators that then run on fake tensors, for minutes.
     del engines, engine
     gc.collect()
     return rows

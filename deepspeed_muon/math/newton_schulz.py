@@ -138,8 +138,8 @@ def orthogonalize(x: Tensor, *, settings: NsSettings, products: Products | None 
 def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
     """Divide each matrix by its Frobenius norm, then cast."""
     if x.device.type == "cpu":
-        # In half precision a CPU multiplies by the transpose of a tall matrix more slowly than by a copy of it, and it is
-        # faster to cast first than to sum squares, or divide by a norm, in fp32.
+        # In half precision a CPU multiplies by the transpose of a tall matrix more slowly than by a copy of it, and a
+        # cast to fp32 takes less time than sums and quotients of two dtypes.
         if settings.dtype.itemsize == 2:
             x = x.contiguous()
         if x.dtype.itemsize == 2:
