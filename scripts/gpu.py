@@ -283,20 +283,22 @@ def ranks_share_the_gpu(environment: tuple[tuple[str, str], ...]) -> list[Step]:
     )
     ranks = torchrun(2, "-m", "tests.gpu.ranks", "--device", "cuda", "--backend", "nccl")
     engines = torchrun(2, "-m", "tests.gpu.engine")
+    killed = python("-m", "tests.gpu.engine", "--killed")
     steps = []
     for name, command, dry, more in (
         ("two ranks on one GPU, NCCL", ranks, None, ()),
         ("two engines on one GPU, NCCL", engines, [*engines, "stage 3 fp32"], ()),
         ("two ranks on one GPU, NCCL, streams checked", ranks, None, (("TORCH_CUDA_SANITIZER", "1"),)),
+        ("two engines on one GPU, NCCL, one is killed", killed, killed, ()),
     ):
         attempts = " || ".join(
-            f"timeout 60 env {transport} {shlex.join(command)}" for transport in transports
+            f"timeout 90 env {transport} {shlex.join(command)}" for transport in transports
         )
         steps.append(
             Step(
                 name,
                 ["bash", "-c", attempts],
-                260,
+                380,
                 (*shared, *more),
                 needs,
                 dry=dry,
@@ -358,12 +360,14 @@ def trainings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]
         ("1.3B", 1, 0, muon[:2]),
         *(("350M", accumulation, 1, adamw) for accumulation in (1, 4)),
         ("350M", 1, 0, muon),
+        ("7B", 1, 1, [ours]),  # AdamW's state does not fit beside it
     ):
         result = f"steps-{model}-{accumulation}-clipping-{clipping}"
         command = python("benchmarks/whole_steps.py", "--out", str(out / result), "--optimizers", *names)
         command += ["--accumulation", str(accumulation), "--clipping", str(clipping), "--profile"]
         dry = [*command, "--model", "tiny", "--steps", "6", "--length", "32"] if model == "350M" else None
         cuda = [*command, "--device", "cuda", "--model", model]
+        cuda += ["--sequences", "1", "--steps", "9"] if model == "7B" else []
         name = f"{model}, accumulation {accumulation}, clipping {clipping}"
         steps.append(Step(name, cuda, 240, environment, dry=dry, result=result))
     return steps

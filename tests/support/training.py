@@ -253,15 +253,25 @@ def train(
     zero_init: bool = False,
     exact: bool = True,
     idle_from: int | None = None,
+    folder: str = "",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train and report masters, momentum, gradient norms, losses and the counters of the last step."""
+    """Train and report masters, momentum, gradient norms, losses and the counters of the last step.
+
+    With ``folder``, a new engine takes the second half of the steps, from a checkpoint there.
+    """
     config = ds_config(stage, accumulation=accumulation, **settings)
     engine = make_engine(config, kind, zero_init=zero_init, exact=exact)
     optimizer: Muon = deepspeed_muon.muon_optimizer(engine)
     prepared = shapes_chosen(optimizer, ran=False)
     norms, losses = [], []
     for step in range(steps):
+        if folder and step == steps // 2:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = make_engine(config, kind, exact=exact)
+            assert engine.load_checkpoint(folder)[0] is not None
+            optimizer = deepspeed_muon.muon_optimizer(engine)
         if idle_from is not None:
             engine.module.use_idle = step >= idle_from
         optimizer.stats.reset()
