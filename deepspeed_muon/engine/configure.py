@@ -235,22 +235,20 @@ def _refuse_state(engine: DeepSpeedEngine, optimizer: Muon) -> None:
 
 
 def _refuse_foreign(engine: DeepSpeedEngine, optimizer: Muon) -> None:
-    """Raise for trained parameters that the engine's model does not have.
+    """Raise for trained parameters that the engine's model does not have; without ZeRO only if it has none of them.
 
     ZeRO would end in a KeyError on the ranks that get their elements, and the other ranks would wait for these.
     """
-    if not engine.zero_optimization_stage():
-        return
     of_model = {id(param) for param in engine.module.parameters()}
     # A frozen parameter has no gradient to reduce, so that one of another module does no harm.
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    foreign = [p for p in params if p.requires_grad and id(p) not in of_model]
-    if foreign:
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    foreign = [p for p in trained if id(p) not in of_model]
+    if foreign and (engine.zero_optimization_stage() or len(foreign) == len(trained)):
         names = [optimizer.routed.by_id[id(param)].name for param in foreign]
         raise ConfigError(
-            f"the optimizer has parameters that are not in the model of deepspeed.initialize: {listed(names, 5)}. ZeRO "
-            f"reduces the gradients of the model's parameters alone: make them attributes of the model, or set "
-            f"zero_optimization.stage to 0"
+            f"the optimizer has parameters that are not in the model of deepspeed.initialize: {listed(names, 5)}. "
+            f"DeepSpeed reduces the gradients of the model's parameters alone: make the optimizer from this model, and "
+            f"such parameters attributes of it"
         )
 
 

@@ -108,7 +108,7 @@ def refused(rank: int, world_size: int, *, how: str, stage: int) -> dict[str, An
     pairs = [*model.named_parameters()]
     if how == "outside":
         pairs.append(("temperature", nn.Parameter(torch.ones(1))))
-    optimizer = Muon(pairs, lr=0.02)
+    optimizer = Muon(build("toy").parameters() if how == "another" else pairs, lr=0.02)
     if how == "replaced":
         model.blocks[0].up.weight = nn.Parameter(model.blocks[0].up.weight.detach().clone())
     if how == "scheduled":
@@ -120,6 +120,7 @@ def refused(rank: int, world_size: int, *, how: str, stage: int) -> dict[str, An
     return {"message": message, "unchanged": before == after}
 
 
+ANOTHER = ["ConfigError: the optimizer has parameters that are", "make the optimizer from this model"]
 OUTSIDE = [
     "ConfigError: the optimizer has parameters that are",
     "not in the model of deepspeed.initialize: temperature",
@@ -136,6 +137,8 @@ SCHEDULED = [
     [
         # Only the rank that got the elements of such a parameter raised DeepSpeed's KeyError, and the other waited.
         *(("outside", 1, OUTSIDE), full("outside", 2, OUTSIDE), ("outside", 3, OUTSIDE)),
+        # Without ZeRO nothing trained, and nothing was said.
+        ("another", 0, ANOTHER),
         # The optimizer trained on a copy that the model does not have.
         ("replaced", 1, REPLACED),
         # A second try found groups without the parameters that the first one had sorted out.
