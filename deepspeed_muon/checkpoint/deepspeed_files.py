@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.files import is_name, latest_tag, load_pickle, refusing, require_folder
+from deepspeed_muon.checkpoint.files import is_inside, latest_tag, load_pickle, refusing, require_folder
 from deepspeed_muon.checkpoint.index import CONSOLIDATED_FOLDER, INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
 from deepspeed_muon.errors import CheckpointError
@@ -33,7 +33,7 @@ def find_tag_folder(folder: Path) -> Path:
     """Return the folder of a tag: ``folder`` itself, or the one that ``latest`` in it names."""
     tag = latest_tag(folder)
     if tag is not None:
-        if not is_name(tag):
+        if not is_inside(tag):
             raise CheckpointError(
                 f"{folder / 'latest'}: names {tag!r}, which is not a folder beside it: give the tag's folder"
             )

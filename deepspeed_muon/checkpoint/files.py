@@ -93,9 +93,9 @@ def require_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder}: {problem}: give the folder of a checkpoint")
 
 
-def is_name(text: str) -> bool:
-    """Return whether a text is the name of an entry of a folder, and not a path that leads elsewhere."""
-    return text not in ("", ".", "..") and os.path.basename(text) == text and "\0" not in text
+def is_inside(text: str) -> bool:
+    """Return whether a text names something in a folder, or below (a tag with slashes), and does not lead out of it."""
+    return not {"", ".", ".."} & {*text.split("/")} and "\0" not in text
 
 
 def regular_size(path: Path) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.deepspeed_files import identify_tag
 from deepspeed_muon.checkpoint.files import (
     folder_of,
-    is_name,
+    is_inside,
     latest_tag,
     refusing,
     regular_size,
@@ -807,7 +807,7 @@ def find_consolidated(folder: Path) -> Path:
         require_folder(folder)
         # 1. The folder itself, its set, and the set of the latest tag.
         tag = latest_tag(folder)
-        tag_folder = folder / tag if tag is not None and is_name(tag) else folder
+        tag_folder = folder / tag if tag is not None and is_inside(tag) else folder
         sets_inside = dict.fromkeys(parent / CONSOLIDATED_FOLDER for parent in (folder, tag_folder))
         for candidate in (folder, *sets_inside):
             if _exists(candidate / INDEX_NAME):

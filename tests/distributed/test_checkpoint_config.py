@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import deepspeed_muon
+from deepspeed_muon.checkpoint.deepspeed_files import find_tag_folder
 from deepspeed_muon.checkpoint.restore import find_consolidated
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
@@ -84,3 +85,14 @@ def test_the_newest_complete_set_is_taken_and_named(
         next(newest.glob("*.safetensors")).unlink()
     with pytest.raises(CheckpointError):
         find_consolidated(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["epoch=1/step 2", "v1..2"])
+def test_a_tag_may_have_slashes(tmp_path: Path, tag: str) -> None:
+    """The set of a tag with a slash was not found, or the set of an earlier tag was taken in its place."""
+    for name in ("earlier", tag):
+        (tmp_path / name / "muon_consolidated").mkdir(parents=True)
+        (tmp_path / name / "muon_consolidated" / "muon_index.json").touch()
+    (tmp_path / "latest").write_text(tag)
+    assert find_consolidated(tmp_path) == tmp_path / tag / "muon_consolidated"
+    assert find_tag_folder(tmp_path) == tmp_path / tag

@@ -331,7 +331,8 @@ def test_pickles_run_no_code(ours: Any, tmp_path: Path) -> None:
     assert not os.path.exists("/tmp/deepspeed_muon_was_here")
 
 
-def test_latest_may_not_point_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("../../etc")
+@pytest.mark.parametrize("latest", ["../../etc", "/etc", "tag/../../etc", "."])
+def test_latest_may_not_point_elsewhere(tmp_path: Path, latest: str) -> None:
+    (tmp_path / "latest").write_text(latest)
     with pytest.raises(CheckpointError, match="not a folder beside it"):
         consolidate_files(tmp_path, tmp_path / "out")
