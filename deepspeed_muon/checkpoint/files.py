@@ -22,6 +22,7 @@ import pkgutil
 import secrets
 import shutil
 import stat
+import zipfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -157,9 +158,12 @@ def _zero_stage(enumeration: Any, name: str) -> Any:
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a file begins as a zip archive does, also if its end is cut off."""
+    """Return whether a file is a zip archive; raise a CheckpointError if it begins as one and its end is missing."""
     with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+        begins_as_archive = file.read(4) == b"PK\x03\x04"
+    if begins_as_archive and not zipfile.is_zipfile(path):  # it looks for the record at the end
+        raise CheckpointError(f"{path}: its end is cut off. Copy it again, or load another tag")
+    return begins_as_archive
 
 
 def load_pickle(path: Path, *, trust: bool = False) -> Any:

@@ -414,6 +414,16 @@ def test_of_attributes_only_the_zero_stage_is_read(tmp_path: Path) -> None:
             load_pickle(path)
 
 
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.99])
+def test_a_file_that_is_cut_off_is_said_to_be(tmp_path: Path, kept: float) -> None:
+    """``Invalid argument`` was all that was said of it."""
+    path = tmp_path / "file.pt"
+    torch.save({"weight": torch.ones(1000)}, path)
+    os.truncate(path, int(kept * path.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"file\.pt: its end is cut off"):
+        load_pickle(path)
+
+
 # ---------------------------------------------------------------------------------------------- without an engine
 
 
