@@ -138,10 +138,7 @@ def check_routes(
         RoutingError: If a pattern matches nothing, or no heads were found.
     """
     names = [*(name for parameter_names, _ in routed for name in parameter_names), *frozen]
-    muon = [
-        *(name for parameter_names, route in routed if route.algorithm == "muon" for name in parameter_names),
-        *frozen,
-    ]
+    muon = [n for param_names, route in routed if route.algorithm == "muon" for n in param_names] + [*frozen]
     no_name = "matches no parameter name; names look like"
     for key, candidates, problem in (
         ("matrices", muon, "matches no parameter that goes to Muon; their names look like"),
@@ -168,11 +165,14 @@ def warn_without_muon(routes: Sequence[Route]) -> None:
     if any(route.algorithm == "muon" for route in routes):
         return
     shapes = ", ".join(f"{route.name} {list(route.shape)} ({route.reason})" for route in routes[:5])
+    is_flat = all(len(route.shape) < 2 for route in routes)
     warn(
-        "deepspeed_muon: no parameter goes to Muon, so this is a plain AdamW run. The first of %d parameters: %s. "
-        "Use 'include' patterns if that is not meant",
+        "deepspeed_muon: no parameter goes to Muon, so this is a plain AdamW run. The first of %d parameters: %s. %s",
         len(routes),
         shapes,
+        "None has two dimensions. FSDP flattens weights, and Muon needs matrices: use DDP or DeepSpeed in its place"
+        if is_flat
+        else "Use 'include' patterns if that is not meant",
     )
 
 

@@ -357,6 +357,14 @@ def test_a_head_alone_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) == 1 and "this is a plain AdamW run" in said[0]
 
 
+def test_weights_that_are_flat_are_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of FSDP all went to AdamW, with the advice of an 'include' that is refused for them."""
+    flat = nn.ParameterList(nn.Parameter(param.detach().flatten()) for param in build("toy").parameters())
+    with caplog.at_level(logging.WARNING):
+        Muon(flat, lr=0.01)
+    assert "None has two dimensions. FSDP flattens weights" in caplog.text and "include" not in caplog.text
+
+
 def train_head(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     """Train the head of a frozen model."""
     model = build("toy")
