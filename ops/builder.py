@@ -98,7 +98,8 @@ def built_library() -> Path | None:
     # A library without CUDA kernels serves only where they cannot be built.
     choices = (True,) if cuda_reason() is None else (True, False)
     paths = (library_path(with_cuda=with_cuda) for with_cuda in choices)
-    return next((path for path in paths if path.exists()), None)
+    # Not path.exists(), which raises for a folder that may not be entered (HOME of another user).
+    return next((path for path in paths if os.path.exists(path)), None)
 
 
 def library_path(*, with_cuda: bool) -> Path:

@@ -159,6 +159,18 @@ def test_a_folder_that_cannot_be_used_is_a_typed_error(
     assert builder.try_load() is None
 
 
+def test_a_folder_that_cannot_be_entered_is_a_typed_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container whose HOME belongs to another user ended training with a PermissionError in place of a warning."""
+    # Root enters every folder: a name too long for the file system cannot be looked up either.
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder.parent / ("x" * 300)))
+    monkeypatch.setattr(builder, "unavailable_reason", lambda: None)
+    with pytest.raises(InstallationError, match="set TORCH_EXTENSIONS_DIR"):
+        builder.load()
+    assert builder.try_load() is None
+
+
 def test_a_failed_cuda_build_leaves_the_cpu_operators(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
