@@ -299,6 +299,9 @@ def measure_times(
     engines = {name: make_engine(name, decoder(model), stage, accumulation, "cpu") for name in optimizers}
     batches = batches_of(model, accumulation, tokens)
     rows: dict[str, dict[str, Any]] = {}
+    # A process runs several cells. DeepSpeed's engines of the one before are destroyed again when they are collected:
+    # not while torch compiles an optimizer, which would take minutes, with operators on fake tensors.
+    gc.disable()
     for name, engine in engines.items():
         one_step(engine, batches)  # builds state, compiles, chooses kernels
         with counting() as sent:
@@ -314,10 +317,6 @@ def measure_times(
             rows[name]["kernels"] = deepspeed_muon.muon_optimizer(engine).kernel_report()
     for engine in engines.values():
         engine.destroy()
-    # The process runs the next cell too. An engine that was collected while torch compiles that one's optimizer would
-    # be destroyed again, by operators that then run on fake tensors, for minutes.
-    del engines, engine
-    gc.collect()
     return rows
 
 
