@@ -22,16 +22,21 @@ class SentBytes:
     broadcast ``n (W-1)/W``, all-gather ``n_own (W-1)``, all-to-all its splits, a message ``n``, a barrier nothing.
 
     Attributes:
-        total: Bytes.
+        bytes: By kind of collective.
         calls: Collectives by kind.
     """
 
-    total: int = 0
+    bytes: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        """The bytes of all kinds."""
+        return self.bytes.total()
 
     def _counted(self, original: Any, kind: str, size_of: Callable[..., float]) -> Any:
         def counted(group: Any, *args: Any, **kw: Any) -> Any:
-            self.total += int(size_of(group, args))
+            self.bytes[kind] += int(size_of(group, args))
             self.calls[kind] += 1
             return original(group, *args, **kw)
 

@@ -6,11 +6,9 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from deepspeed_muon.variants import VARIANTS
-from tests.support.counting import count_a_step, counted
+from tests.support.counting import count_a_step
 from tests.support.host_waits import count_waits
 from tests.support.thinning import each_value, full, usual
 from tests.support.training import FP32_SUMS
@@ -77,27 +75,6 @@ def test_predicted_memory_holds(ranks: Any, stage: int, world: int, optimizer: s
             cut = 2 * 2 * 176 * 64 if role == "gradients" and stage == 2 else 0
             assert 0 <= result[role] - predicted[role] <= cut, (role, result, predicted)
         assert result["exchange_buffers"] <= predicted["exchange_buffers"]
-
-
-def call_collectives(rank: int, world_size: int) -> dict[str, float]:
-    local, gathered = torch.ones(100), torch.ones(100 * world_size)
-    # The names of torch 2.13 and newer, which torch.distributed's older functions call.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with counted() as counts:
-        all_gather(gathered, local)
-        reduce_scatter(local, gathered)
-        all_gather(gathered, local, async_op=True).wait()
-        dist.all_reduce(local)
-        dist.all_reduce(local[:16])
-        dist.all_to_all_single(gathered, gathered.clone())
-    return counts.sent
-
-
-def test_collectives_are_counted_by_any_name(ranks: Any) -> None:
-    """The all-reduce of 64 bytes and the all-to-all are none of ZeRO's."""
-    expected = {"_allgather_base_": 2 * 1200.0, "_reduce_scatter_base_": 1200.0, "allreduce_": 2 * 300.0}
-    assert ranks(4).run(call_collectives) == [expected] * 4
 
 
 STAGES_AND_DTYPES = [
