@@ -29,7 +29,7 @@ CORE: dict[str, Any] = {
     "tensor 2 to AutoTP 2": [pytest.mark.compat],
     "experts over 4 to 2": [pytest.mark.compat],
 }
-# The universal format, for which the loader must be one of ZeRO's, and the keys of the configuration.
+# The universal format, for which the loader must be one of ZeRO's.
 UNIVERSAL = [
     "tensor 2 to data 3",
     "data 3 to tensor 2",
@@ -101,18 +101,7 @@ def test_universal_checkpoints(ranks: Any, tmp_path: Path, change: str) -> None:
     words = ["--input_folder", str(tmp_path / "saved" / "t"), "--output_folder", str(tmp_path / "universal")]
     assert cli.main(["checkpoint", "universal", *words]) == 0
     arguments = {"folders": [str(tmp_path)], "topology": to_topology}
-    loaded = ranks(to_size).run(topologies.load, by="universal", **arguments)
-    topologies.assert_same_state(topologies.together([rank[0] for rank in loaded]), saved)
-
-
-@pytest.mark.parametrize("change", ["experts over 2 to 1", full("data 3 to tensor 2")])
-def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> None:
-    """``consolidate_on_save`` and ``restore_from``; the run goes on as the saved one does."""
-    (size, topology), (to_size, to_topology) = CHANGES[change]
-    saving = {"folder": str(tmp_path), "topology": {**topology, "stage": 1}, "on_save": True}
-    saved = topologies.together(ranks(size).run(topologies.save, **saving))
-    loading = {"folders": [str(tmp_path / "saved")], "topology": {**to_topology, "stage": 1}, "by": "config"}
-    loaded = ranks(to_size).run(topologies.load, **loading)
+    loaded = ranks(to_size).run(topologies.load, universal=True, **arguments)
     topologies.assert_same_state(topologies.together([rank[0] for rank in loaded]), saved)
 
 

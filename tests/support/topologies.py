@@ -54,13 +54,11 @@ def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: 
     return engine
 
 
-def _config(topology: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
+def _config(topology: dict[str, Any]) -> dict[str, Any]:
     pipeline = topology["kind"] == "pipeline"
     accumulation = pipelines.MICRO_BATCHES if pipeline else 1
-    settings = {key: topology[key] for key in ("precision", "zero", "extra") if key in topology}
-    return training.ds_config(
-        topology["stage"], accumulation=accumulation, clipping=0.5, params=params, **settings
-    )
+    settings = {key: topology[key] for key in ("params", "zero", "extra") if key in topology}
+    return training.ds_config(topology["stage"], accumulation=accumulation, clipping=0.5, **settings)
 
 
 def _step(engine: Any, step: int, rank: int, world_size: int, topology: dict[str, Any]) -> None:
@@ -138,14 +136,12 @@ def _report(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def save(rank: int, world_size: int, *, folder: str, topology: dict[str, Any], on_save: bool = False) -> Any:
+def save(rank: int, world_size: int, *, folder: str, topology: dict[str, Any]) -> Any:
     """Train, save by the API into ``set`` and by DeepSpeed into ``saved``, and train one step more."""
-    params = {**topology.get("params", {}), **({"consolidate_on_save": True} if on_save else {})}
-    engine = _split_engine(world_size, rank, topology, _config(topology, params))
+    engine = _split_engine(world_size, rank, topology, _config(topology))
     for step in range(2):
         _step(engine, step, rank, world_size, topology)
-    if not on_save:
-        consolidate(engine, f"{folder}/set", shard_bytes=2000)
+    consolidate(engine, f"{folder}/set", shard_bytes=2000)
     engine.save_checkpoint(f"{folder}/saved", tag="t")
     report = _report(engine, rank, topology)
     _step(engine, 2, rank, world_size, topology)
@@ -159,28 +155,24 @@ def load(
     *,
     folders: list[str],
     topology: dict[str, Any],
-    by: str = "api",
+    universal: bool = False,
     again: str | None = None,
 ) -> Any:
     """Restore each set into one engine, one after the other, and train one step; report both states.
 
-    ``again``: the folder to consolidate into what was restored.
+    ``universal``: they are universal checkpoints. ``again``: the folder to consolidate into what was restored.
     """
     topology = {**topology, "disturb": True}
-    params, config_extra = dict(topology.get("params", {})), dict(topology.get("extra", {}))
-    if by == "config":
-        params["restore_from"] = folders[0]
-    if by == "universal":
-        config_extra["checkpoint"] = {"load_universal": True}
-    topology["extra"] = config_extra
-    engine = _split_engine(world_size, rank, topology, _config(topology, params))
+    if universal:
+        topology["extra"] = {"checkpoint": {"load_universal": True}}
+    engine = _split_engine(world_size, rank, topology, _config(topology))
     reports = []
     for folder in folders:
-        if by == "api":
-            restore(engine, folder)
-        elif by == "universal":
+        if universal:
             path, _ = engine.load_checkpoint(folder)
             assert path is not None
+        else:
+            restore(engine, folder)
         report = _report(engine, rank, topology)
         if again is not None:
             consolidate(engine, again, shard_bytes=2000)
@@ -213,6 +205,6 @@ def assert_same_state(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
 
 def failing(rank: int, world_size: int, *, folder: str, topology: dict[str, Any]) -> str:
     """Return what ``consolidate`` raised."""
-    engine = _split_engine(world_size, rank, topology, _config(topology, topology.get("params")))
+    engine = _split_engine(world_size, rank, topology, _config(topology))
     _step(engine, 0, rank, world_size, topology)
     return training.refusal(lambda: consolidate(engine, folder))
