@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon import Muon
 from tests.support import training
-from tests.support.models import Toy, batch
+from tests.support.models import Toy
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "ns_dtype": "fp32"}
 
@@ -159,22 +159,3 @@ def updated(view: Any, backend: str, *, contiguous: bool) -> list[Tensor]:
 def test_without_deepspeed(view: str, backend: str) -> None:
     strided, expected = (updated(VIEWS[view], backend, contiguous=contiguous) for contiguous in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(strided, expected, strict=True))
-
-
-def train(rank: int, world_size: int, *, backend: str, view: str) -> dict[str, Tensor]:
-    """Train two steps at stage 0, where the optimizer reads the parameters' own gradients."""
-    engine = training.make_engine(training.ds_config(0, params={"ns_backend": backend}))
-    for step in range(2):
-        engine.backward(engine(*batch(step, rank)))
-        for param in engine.module.parameters():
-            if view and param.ndim > (view == "t"):
-                param.grad = VIEWS[view](param.grad)
-        engine.step()
-    return training.full_masters(engine)
-
-
-@pytest.mark.parametrize("backend", [pytest.param("ops", marks=pytest.mark.native), "torch"])
-def test_without_zero(ranks: Any, backend: str) -> None:
-    expected, *strided = (ranks(2).run(train, backend=backend, view=view)[0] for view in ("", "t", "[::2]"))
-    for masters in strided:
-        assert all(torch.equal(masters[name], expected[name]) for name in expected)
