@@ -205,25 +205,13 @@ CUT_OUT, INT8 = torch.ones(6, 8), torch.ones(8, 6, dtype=torch.int8)
 
 REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
     (of_keller_with_adam, RoutingError, "param group 0 .* is of adamw, and this optimizer's of muon"),
-    (
-        lambda: saved_by(torch.optim.AdamW, 1),
-        RoutingError,
-        "group 0 .* is of adamw, and this optimizer's of muon",
-    ),
+    (lambda: saved_by(torch.optim.AdamW, 1), RoutingError, "param group 0 .* is of adamw, and this"),
     (lambda: saved_by(torch.optim.AdamW, 0), RoutingError, "param group 0 .* is of adamw, and this"),
-    (
-        lambda: saved_by(torch.optim.SGD, 2, lr=0.1, momentum=0.9),
-        CheckpointError,
-        "saved by SGD or an unknown Muon .* multiply momentum_buffer by 1 - momentum",
-    ),
+    (lambda: saved_by(torch.optim.SGD, 2, lr=0.1, momentum=0.9), CheckpointError, "SGD .* 1 - momentum"),
     (edited(lambda saved: saved["param_groups"].reverse()), RoutingError, "is of adamw, and this"),
     (in_group(0, use_muon=False), RoutingError, "param group 0 .* is of muon and adamw"),
     # Settings are checked as those of a configuration are.
-    (
-        in_group(0, lr=math.nan),
-        ConfigError,
-        r"param group 0 of the state dict\.lr: must be a number from -10000 to 10000",
-    ),
+    (in_group(0, lr=math.nan), ConfigError, r"param group 0 of the state dict\.lr: must be a number from"),
     (in_group(1, lr=None), ConfigError, r"lr: must be a number .* \(got None\)"),
     (in_group(0, lr=torch.ones(2)), ConfigError, "lr: must be a number"),
     (in_group(0, adjust_lr_fn=None), ConfigError, "adjust_lr_fn"),
@@ -231,18 +219,10 @@ REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
     (in_group(0, weigth_decay=0.1), ConfigError, "unknown key 'weigth_decay'; did you mean 'weight_decay'"),
     (in_group(1, amsgrad=True), ConfigError, "'amsgrad' is an option of torch's"),
     (in_group(0, lr_ratio=-1), ConfigError, "lr_ratio: must be a number from 0 to inf"),
-    (
-        without(0, "momentum_buffer"),
-        CheckpointError,
-        "parameter <unnamed 8x6>: its state has no 'momentum_buffer'",
-    ),
+    (without(0, "momentum_buffer"), CheckpointError, "<unnamed 8x6>: its state has no 'momentum_buffer'"),
     (without(2, "step"), CheckpointError, "has no 'step', which adamw needs; remove its entry"),
     (without(3, "exp_avg_sq"), CheckpointError, "has no 'exp_avg_sq'"),
-    (
-        in_state(2, max_exp_avg_sq=torch.ones(8)),
-        CheckpointError,
-        "has 'max_exp_avg_sq', which is none of adamw's",
-    ),
+    (in_state(2, max_exp_avg_sq=torch.ones(8)), CheckpointError, "'max_exp_avg_sq', which is none of"),
     (in_state(0, exp_avg=torch.ones(8, 6)), CheckpointError, "has 'exp_avg', which is none of muon's"),
     (in_state(0, momentum_buffer=CUT_OUT), CheckpointError, r"shape \[6, 8\], and the parameter \[8, 6\]"),
     (in_state(0, momentum_buffer=None), CheckpointError, "'momentum_buffer' is None, expected a tensor"),
@@ -254,16 +234,8 @@ REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
     (in_state(0, momentum_scale=torch.ones(1)), CheckpointError, "with 'momentum_scale'"),
     (edited(lambda saved: saved.pop("state")), CheckpointError, "has 'state' and 'param_groups'"),
     (lambda: None, CheckpointError, "has 'state' and 'param_groups'"),
-    (
-        edited(lambda saved: saved["param_groups"].pop()),
-        RoutingError,
-        r"have \[2\] parameters, those of this optimizer \[2, 2\]",
-    ),
-    (
-        edited(lambda saved: saved["param_groups"][0]["params"].pop()),
-        RoutingError,
-        r"have \[1, 2\] parameters",
-    ),
+    (edited(lambda saved: saved["param_groups"].pop()), RoutingError, r"have \[2\] parameters, .*\[2, 2\]"),
+    (edited(lambda saved: saved["param_groups"][0]["params"].pop()), RoutingError, r"have \[1, 2\] param"),
 ]
 
 
