@@ -78,11 +78,7 @@ CHANGES = [
     ("", "renamed", f"parameter blocks.0.upper.weight is not in the checkpoint (renamed? it has {UP}"),
     ("", "added", "parameter extra.weight is not in the checkpoint (it was frozen, or not in the model)"),
     ("", "removed", "parameter thin.up.weight is in the checkpoint, but not in the optimizer"),
-    (
-        "",
-        "frozen",
-        f"parameter {UP} is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)",
-    ),
+    ("", "frozen", f"parameter {UP} is in the checkpoint, but not in the optimizer (it is frozen"),
     ("frozen", "", f"parameter {UP} is not in the checkpoint (it was frozen, or not in the model)"),
     ("frozen embedding", "", "parameter embed.weight is not in the checkpoint"),
 ]

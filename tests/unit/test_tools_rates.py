@@ -91,10 +91,7 @@ NO_SECTION = 'no section "optimizer"'
         (muon(KERAS), "optimizer.params: unknown key 'adam_beta_1'"),
         (muon({"learning_rate": 1e-3}), "write lr"),
         ({"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0.1}}}, "did you mean 'weight_decay'?"),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": -1}}},
-            "optimizer.params.lr: Input should be greater than or",
-        ),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params.lr: Input should be"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params: must be an object"),
     ],
 )
@@ -169,11 +166,7 @@ def test_the_rate_of_adamw_is_carried_to_a_wider_model() -> None:
         ({}, 0.018, "confirmed by measured runs"),
         ({"variant": "normuon"}, 0.018, "confirmed by measured runs"),
         ({"variant": "muon_eq"}, 0.018, "not measured under muon_eq"),
-        (
-            {"variant": "normuon", "adjust_lr_fn": "spectral"},
-            0.0127,
-            "not measured under normuon with spectral",
-        ),
+        ({"variant": "normuon", "adjust_lr_fn": "spectral"}, 0.0127, "not measured under normuon with"),
         ({"adjust_lr_fn": "spectral"}, 0.0127, "confirmed by measured runs"),
         ({"adjust_lr_fn": "unit_rms_norm"}, 0.02, ""),
     ],

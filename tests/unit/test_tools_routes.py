@@ -132,7 +132,6 @@ def test_guesses_are_marked_and_counted() -> None:
         ("no_such_module:build", "No module named 'no_such_module'. Run the command in the folder"),
         ("models_of_test:needs_arguments", "write a function that needs none and returns the model"),
         ("models_of_test:makes_none", "returned a NoneType, expected a torch.nn.Module"),
-        ("no-such-model", "is none of a preset"),
         ("no/such/model", "for a model on the Hub pass its config.json"),
     ],
 )
@@ -150,8 +149,6 @@ def test_errors_are_one_line_with_a_remedy(
     [
         ("--include nothing.*", "include: pattern 'nothing.*' matches no parameter name"),
         ("--include *.bias", "remove it from the pattern"),
-        ('--params {"includes":[]}', "did you mean 'include'"),
-        ("--params absent.json", "absent.json: No such file"),
     ],
 )
 def test_settings_that_cannot_be(
