@@ -25,6 +25,7 @@ from tests.support.checkpoints import (
     train_step,
     trained_for,
 )
+from tests.support.engines import BF16_MASTERS, BF16_STATES
 from tests.support.models import MATRICES, build
 from tests.support.thinning import each_value, full, with_settings
 from tests.support.training import FP32_SUMS, OFFLOAD
@@ -56,8 +57,6 @@ def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, 
     return result
 
 
-HALF_MASTERS = {"bf16": {"bf16_master_weights_and_grads": True}}
-HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 CASES = [
     (0, "fp32", {}, {}),
     (0, "bf16", {}, {}),
@@ -90,8 +89,8 @@ CASES = [
         (2, "bf16", OFFLOAD, {}, CODES),
         full(1, "bf16", {}, FP32_SUMS, CODES),
         full(3, "fp32", SMALL, {}, CODES),
-        full(2, "bf16", OFFLOAD, HALF_MASTERS, {}),
-        (3, "bf16", {}, HALF_STATES, {}),
+        full(2, "bf16", OFFLOAD, BF16_MASTERS, {}),
+        (3, "bf16", {}, BF16_STATES, {}),
     ],
 )
 def test_resume_is_bit_identical(

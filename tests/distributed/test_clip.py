@@ -23,6 +23,7 @@ from tests.support.autoep_models import build_plain as build_autoep
 from tests.support.calls import Operations
 from tests.support.comparisons import all_within, relative, within
 from tests.support.contract import STEPS, train_reference
+from tests.support.engines import ENGINES
 from tests.support.models import GRIDS, MATRICES, Linear, batch, build
 from tests.support.moe_models import MOE_MATRICES
 from tests.support.moe_models import build_plain as build_moe
@@ -138,54 +139,33 @@ def check(
 
 
 TOY = "tests.distributed.test_clip:train"
-ZERO: dict[str, tuple[int, dict[str, Any]]] = {
-    "0": (0, {}),
-    "1": (1, {}),
-    "1-offload": (1, OFFLOAD),
-    "1-round-robin": (1, {"round_robin_gradients": True}),
-    "2": (2, {}),
-    "2-offload": (2, OFFLOAD),
-    "3": (3, {}),
-    "3-sub-groups": (3, {"sub_group_size": 300}),
-    "3-offload": (3, {**OFFLOAD, "sub_group_size": 300}),
-}
-
-
-USUAL_ZERO = {
+FP32 = ("0", "1", "1-offload", "1-overlap-round-robin", "2", "2-offload", "3", "3-sub-groups", "3-offload")
+USUAL_FP32 = {
     *(("0", 2), ("1", 4), ("1-offload", 2), ("2", 2), ("2-offload", 2)),
     *(("3-sub-groups", 4), ("3-offload", 2)),
 }
 
 
-@pytest.mark.parametrize(("zero", "world"), usual(product(ZERO, (1, 2, 4)), USUAL_ZERO))
-def test_matches_the_reference(ranks: Any, zero: str, world: int) -> None:
-    stage, settings = ZERO[zero]
+@pytest.mark.parametrize(("setting", "world"), usual(product(FP32, (1, 2, 4)), USUAL_FP32))
+def test_matches_the_reference(ranks: Any, setting: str, world: int) -> None:
     accumulation = 2 if world == 2 else 1
-    arguments = {"stage": stage, "zero": settings, "accumulation": accumulation}
+    arguments = {**ENGINES[setting], "accumulation": accumulation}
     for result in check(ranks(world), TOY, "toy", world * accumulation, **arguments):
         assert result["health"] == [result["norms"][2 * STEPS - 1], result["norms"][3 * STEPS - 1]]
 
 
-HALF: dict[str, dict[str, Any]] = {
-    "0-bf16": {"stage": 0, "precision": "bf16"},
-    "0-fp16": {"stage": 0, "precision": "fp16"},
-    "1-bf16": {"stage": 1, "precision": "bf16"},
-    "1-bf16-fp32-sums": {"stage": 1, "precision": "bf16", "extra": FP32_SUMS},
-    "1-fp16": {"stage": 1, "precision": "fp16"},
-    "2-fp16": {"stage": 2, "precision": "fp16"},
-    "2-fp16-offload": {"stage": 2, "precision": "fp16", "zero": OFFLOAD},
-    "3-bf16": {"stage": 3, "precision": "bf16"},
-    "3-fp16": {"stage": 3, "precision": "fp16"},
-    "3-fp16-offload": {"stage": 3, "precision": "fp16", "zero": OFFLOAD},
-}
+HALF = (
+    *("0-bf16", "0-fp16", "1-bf16", "1-bf16-fp32-sums", "1-fp16", "2-fp16", "2-fp16-offload"),
+    *("3-bf16", "3-fp16", "3-fp16-offload"),
+)
 USUAL_HALF = {"0-fp16", "1-bf16-fp32-sums", "2-fp16-offload", "3-fp16"}
 
 
-@pytest.mark.parametrize("name", usual(HALF, USUAL_HALF))
-def test_half_precision(ranks: Any, name: str) -> None:
+@pytest.mark.parametrize("setting", usual(HALF, USUAL_HALF))
+def test_half_precision(ranks: Any, setting: str) -> None:
     """Gradients must be divided by the loss scale. Running means show it."""
-    settings = HALF[name]
-    check(ranks(2), TOY, "toy", 2, HALF_MODEL[settings["precision"]], **settings)
+    precision = ENGINES[setting]["precision"]
+    check(ranks(2), TOY, "toy", 2, HALF_MODEL[precision], **ENGINES[setting])
 
 
 PIPELINES = [

@@ -16,6 +16,7 @@ from deepspeed_muon.math.newton_schulz import DTYPES
 from deepspeed_muon.variants import VARIANTS
 from tests.support import tensor_parallel, training
 from tests.support.contract import compare, compare_matrices
+from tests.support.engines import ENGINES
 from tests.support.models import MATRICES
 from tests.support.rounding import BF16_MODEL, HALF_MODEL
 from tests.support.thinning import each_value, full, usual
@@ -101,33 +102,20 @@ def test_layouts(ranks: Any, variant: str, kind: str, name: str, world: int) -> 
 
 # Each row changes one thing of a stage; tests/conformance has the ways of gradients at stages 1 and 2.
 # The matrices of the toy model have 80 to 768 elements.
+NAMES = (
+    *("1-overlap-round-robin", "2-offload", "3-overlap", "3-sub-groups", "3-persistent", "3-zero-init"),
+    *("3-offload-both-pinned", "3-hpz", "3-not-contiguous"),
+)
 SETTINGS: dict[str, dict[str, Any]] = {
-    "stage2-round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
-    "stage3-overlap": {"stage": 3, "zero": {"overlap_comm": True}},
-    "stage3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 150}},
-    "stage3-persistent": {"stage": 3, "zero": {"stage3_param_persistence_threshold": 500}},
-    "stage3-zero-init": {"stage": 3, "zero_init": True},
-    "stage2-offload": {"stage": 2, "zero": training.OFFLOAD},
-    "stage3-offload-both": {
-        "stage": 3,
-        "zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    },
-    "stage0-chunks": {"stage": 0, "params": {"exchange_chunk_numel": 300}},
-    "stage3-hpz": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
-    "stage3-not-contiguous": {"stage": 3, "zero": {"contiguous_gradients": False}},
-    "stage1-overlap-round-robin": {"stage": 1, "zero": {"overlap_comm": True, "round_robin_gradients": True}},
-    "stage2-data-efficiency": {
+    **{name: ENGINES[name] for name in NAMES},
+    "0-chunks": {"stage": 0, "params": {"exchange_chunk_numel": 300}},
+    "2-round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
+    "2-data-efficiency": {
         "stage": 2,
         "extra": {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}},
     },
 }
-OLD_DEEPSPEED_TOO = {
-    "stage2-round-robin",
-    "stage3-sub-groups",
-    "stage3-zero-init",
-    "stage2-offload",
-    "stage0-chunks",
-}
+OLD_DEEPSPEED_TOO = {"0-chunks", "2-offload", "2-round-robin", "3-sub-groups", "3-zero-init"}
 
 
 @pytest.mark.parametrize("name", usual(SETTINGS, SETTINGS, compat=OLD_DEEPSPEED_TOO))

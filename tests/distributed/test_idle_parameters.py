@@ -13,10 +13,11 @@ from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import training
 from tests.support.checkpoints import tensors_of
+from tests.support.engines import BF16_MASTERS, ENGINES
 from tests.support.idle import MANNERS, compare, lead
 from tests.support.models import batch, build
 from tests.support.thinning import full, usual
-from tests.support.training import FP32_SUMS, OFFLOAD
+from tests.support.training import OFFLOAD
 
 # For each step the branches that each of its micro-batches uses; "!" marks a step with an infinite gradient.
 SCHEDULES: dict[str, list[list[str]]] = {
@@ -33,75 +34,19 @@ SCHEDULES: dict[str, list[list[str]]] = {
 APART = [["a|b", "|a"], ["|", "|"], ["b|", "a|b"], ["ab|a", "|"], ["|b", "b|"]]
 
 
-BF16_MASTERS = {"bf16": {"bf16_master_weights_and_grads": True}}
-CPU = {"device": "cpu"}
-PINNED = {**CPU, "pin_memory": True}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "0": {"stage": 0},
-    "0-bf16": {"stage": 0, "precision": "bf16"},
-    "0-fp16": {"stage": 0, "precision": "fp16"},
-    "1": {"stage": 1},
-    "1-overlap-round-robin": {"stage": 1, "zero": {"overlap_comm": True, "round_robin_gradients": True}},
-    "1-offload": {"stage": 1, "zero": OFFLOAD},
-    "1-bf16-optimizer": {"stage": 1, "precision": "bf16", "extra": FP32_SUMS},
-    "1-bf16": {"stage": 1, "precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "bf16"}}},
-    "1-fp16": {"stage": 1, "precision": "fp16"},
-    "1-fp16-offload": {"stage": 1, "precision": "fp16", "zero": OFFLOAD},
-    "2": {"stage": 2},
-    "2-overlap": {"stage": 2, "zero": {"overlap_comm": True, "reduce_bucket_size": 300}},
-    "2-not-contiguous": {"stage": 2, "zero": {"contiguous_gradients": False}},
-    "2-all-reduce": {"stage": 2, "zero": {"reduce_scatter": False}},
-    "2-offload": {"stage": 2, "zero": OFFLOAD},
-    "2-offload-overlap-pinned": {
-        "stage": 2,
-        "zero": {"offload_optimizer": PINNED, "overlap_comm": True},
-    },
-    "2-bf16-fp32-sums": {"stage": 2, "precision": "bf16", "extra": FP32_SUMS},
-    "2-bf16-fp32-sums-offload": {"stage": 2, "precision": "bf16", "zero": OFFLOAD, "extra": FP32_SUMS},
-    "2-bf16-masters-offload": {
-        "stage": 2,
-        "precision": "bf16",
-        "zero": OFFLOAD,
-        "extra": BF16_MASTERS,
-    },
-    "2-fp16": {"stage": 2, "precision": "fp16"},
-    "2-fp16-offload": {"stage": 2, "precision": "fp16", "zero": OFFLOAD},
-    "3": {"stage": 3},
-    "3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 100}},
-    "3-overlap": {"stage": 3, "zero": {"overlap_comm": True, "reduce_bucket_size": 300}},
-    "3-not-contiguous": {"stage": 3, "zero": {"contiguous_gradients": False}},
-    "3-all-reduce": {"stage": 3, "zero": {"reduce_scatter": False}},
-    "3-persistent": {"stage": 3, "zero": {"stage3_param_persistence_threshold": 500}},
-    "3-zero-init": {"stage": 3, "zero_init": True},
-    "3-hpz": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
-    "3-offload": {"stage": 3, "zero": OFFLOAD},
-    "3-offload-param": {"stage": 3, "zero": {"offload_param": CPU}},
-    "3-offload-both-pinned": {
-        "stage": 3,
-        "zero_init": True,
-        "zero": {"offload_optimizer": PINNED, "offload_param": PINNED, "sub_group_size": 150},
-    },
-    "3-twin-flow": {"stage": 3, "zero": {"sub_group_size": 150, "offload_optimizer": {**CPU, "ratio": 0.5}}},
-    "3-bf16": {"stage": 3, "precision": "bf16"},
-    "3-bf16-offload": {"stage": 3, "precision": "bf16", "zero": OFFLOAD},
-    "3-fp16": {"stage": 3, "precision": "fp16"},
-    "3-fp16-offload": {"stage": 3, "precision": "fp16", "zero": {**OFFLOAD, "sub_group_size": 150}},
-}
-
-
 def precision_of(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of :func:`compare` that follow from the settings of an engine."""
     masters = torch.bfloat16 if settings.get("extra") is BF16_MASTERS else torch.float32
     return {"precision": settings.get("precision", "fp32"), "masters": masters}
 
 
-CASES = [(setting, schedule) for setting in SETTINGS for schedule in SCHEDULES]
+CASES = [(setting, schedule) for setting in ENGINES for schedule in SCHEDULES]
 # Each place where DeepSpeed keeps gradients, with the schedule that is hardest for it.
 CORE = {
     ("0", "micro"),
     ("1-overlap-round-robin", "micro"),
     ("1-offload", "micro"),
-    ("1-bf16-optimizer", "life"),
+    ("1-bf16-fp32-sums", "life"),
     ("2", "micro3"),
     ("2-offload", "micro"),
     ("2-bf16-fp32-sums-offload", "overflow"),
@@ -111,14 +56,14 @@ CORE = {
     ("3-fp16-offload", "overflow"),
 }
 OLD_DEEPSPEED_TOO: set[tuple[str, ...]] = CORE - {
-    ("1-bf16-optimizer", "life"),
+    ("1-bf16-fp32-sums", "life"),
     ("2-bf16-fp32-sums-offload", "overflow"),
 }
 
 
 @pytest.mark.parametrize(("setting", "schedule"), usual(CASES, CORE, compat=OLD_DEEPSPEED_TOO))
 def test_idle_parameters(ranks: Any, setting: str, schedule: str) -> None:
-    settings = SETTINGS[setting]
+    settings = ENGINES[setting]
     results = ranks(2).run(lead, schedule=SCHEDULES[schedule], **settings)
     compare(results, SCHEDULES[schedule], **precision_of(settings))
 
@@ -132,7 +77,7 @@ def test_idle_parameters(ranks: Any, setting: str, schedule: str) -> None:
     ),
 )
 def test_whatever_the_loop(ranks: Any, setting: str, manner: str) -> None:
-    results = ranks(2).run(lead, schedule=SCHEDULES["micro"], manner=manner, **SETTINGS[setting])
+    results = ranks(2).run(lead, schedule=SCHEDULES["micro"], manner=manner, **ENGINES[setting])
     compare(results, SCHEDULES["micro"])
 
 
@@ -149,13 +94,13 @@ def stepped(rank: int, world_size: int, *, by_engine: bool, stage: int, zero: di
 def test_a_program_that_steps_the_wrapper(ranks: Any, setting: str) -> None:
     """Its gradients were added to those of the steps before."""
     by_engine, by_program = (
-        ranks(2).run(stepped, by_engine=by_engine, **SETTINGS[setting])[0] for by_engine in (True, False)
+        ranks(2).run(stepped, by_engine=by_engine, **ENGINES[setting])[0] for by_engine in (True, False)
     )
     for name, master in by_engine.items():
         assert torch.equal(master, by_program[name]), name
 
 
-LEAF_SETTINGS = [setting for setting in SETTINGS if setting[0] != "0"]
+LEAF_SETTINGS = [setting for setting in ENGINES if setting[0] != "0"]
 APART_CASES = [
     ("0", "", ""),
     ("1", "times 0", ""),
@@ -182,7 +127,7 @@ OLD_DEEPSPEED_TOO |= APART_CORE
 )
 def test_ranks_that_use_different_branches(ranks: Any, setting: str, touch: str, manner: str) -> None:
     """The remedies of ``docs/configurations.md``; without one the ranks of DeepSpeed's own reduction part."""
-    settings = SETTINGS[setting]
+    settings = ENGINES[setting]
     results = ranks(2).run(lead, schedule=APART, touch=touch, manner=manner, **settings)
     compare(results, APART, **precision_of(settings))
 
@@ -228,7 +173,7 @@ def test_the_gradient_that_a_program_reads_is_zero(ranks: Any, zero: dict[str, A
 def test_a_parameter_counts_that_one_rank_used(ranks: Any) -> None:
     """A leaf module's unused parameters have no gradient here, those times 0 have one; the sums are equal."""
     leaf, times_zero = (
-        ranks(2).run(lead, schedule=APART, touch=touch, **SETTINGS["1-bf16-optimizer"])
+        ranks(2).run(lead, schedule=APART, touch=touch, **ENGINES["1-bf16-fp32-sums"])
         for touch in ("leaf", "times 0")
     )
     assert leaf[0]["norms"] == leaf[1]["norms"] == times_zero[0]["norms"]

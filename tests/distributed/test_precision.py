@@ -24,6 +24,7 @@ from tests.support.contract import (
     reference,
     train_reference,
 )
+from tests.support.engines import BF16_MASTERS, BF16_STATES
 from tests.support.models import MATRICES, build
 from tests.support.oracle import Cuts, Oracle, cuts_in, matrices_of, stored_in_8_bits
 from tests.support.rounding import BF16_MODEL, FP16_MODEL, HALF_MODEL, Arithmetic, limits
@@ -153,17 +154,13 @@ def test_int8_momentum_matches_the_rounding_reference(
     )
 
 
-MASTERS = {"bf16": {"bf16_master_weights_and_grads": True}}
-HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-
-
 MOMENTUM = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 # bf16 masters with fp32 state need offload.
 STORED: dict[str, dict[str, Any]] = {
-    "bf16 masters offloaded": {"zero": OFFLOAD, "extra": MASTERS},
-    "all bf16 offloaded": {"zero": OFFLOAD, "extra": HALF_STATES},
-    "all bf16": {"extra": HALF_STATES},
+    "bf16 masters offloaded": {"zero": OFFLOAD, "extra": BF16_MASTERS},
+    "all bf16 offloaded": {"zero": OFFLOAD, "extra": BF16_STATES},
+    "all bf16": {"extra": BF16_STATES},
     "fp32 masters": {},
 }
 
@@ -239,7 +236,7 @@ def test_bf16_masters_match_the_rounding_reference(
 
 def test_momentum_dtype_wins_over_bf16_optimizer_states(ranks: Any) -> None:
     params = {"momentum_dtype": "fp32"}
-    result = ranks(1).run(run, stage=2, precision="bf16", extra=HALF_STATES, params=params)[0]
+    result = ranks(1).run(run, stage=2, precision="bf16", extra=BF16_STATES, params=params)[0]
     assert result["dtypes"] == ["exp_avg bfloat16", "exp_avg_sq bfloat16", "momentum_buffer float32"]
 
 

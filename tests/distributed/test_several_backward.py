@@ -13,24 +13,15 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed_muon
 from tests.support import training
 from tests.support.comparisons import relative, within
+from tests.support.engines import ENGINES
 from tests.support.models import Toy, batch
 from tests.support.thinning import full, usual
-from tests.support.training import FP32_SUMS, OFFLOAD
+from tests.support.training import FP32_SUMS
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "0": {"stage": 0},
-    "0-bf16": {"stage": 0, "precision": "bf16"},
-    "1": {"stage": 1},
-    "1-bf16-fp32-sums": {"stage": 1, "precision": "bf16", "extra": FP32_SUMS},
-    "1-round-robin": {"stage": 1, "zero": {"round_robin_gradients": True, "overlap_comm": True}},
-    "2": {"stage": 2},
-    "2-all-reduce": {"stage": 2, "zero": {"reduce_scatter": False, "contiguous_gradients": False}},
-    "2-offload": {"stage": 2, "zero": OFFLOAD},
-    "2-bf16": {"stage": 2, "precision": "bf16"},
-    "2-bf16-fp32-sums": {"stage": 2, "precision": "bf16", "extra": FP32_SUMS},
-    "3": {"stage": 3},
-    "3-offload": {"stage": 3, "zero": OFFLOAD},
-}
+SETTINGS = [
+    *("0", "0-bf16", "1", "1-bf16-fp32-sums", "1-overlap-round-robin", "2", "2-all-reduce"),
+    *("2-not-contiguous", "2-offload", "2-bf16", "2-bf16-fp32-sums", "3", "3-offload"),
+]
 MANNERS = ["forward of each", "both forwards first", "one forward", "loss.backward"]
 FORGET = "zero_grad between"
 CORE = {(setting, "forward of each") for setting in SETTINGS if setting != "0-bf16"} | {
@@ -62,9 +53,7 @@ def train(rank: int, world_size: int, *, setting: str, manner: str) -> dict[str,
     torch.manual_seed(0)
     norms = []
     exact = "bf16" not in setting
-    engine = training.initialize(
-        TwoLosses(exact=exact), training.ds_config(clipping=0.5, **SETTINGS[setting])
-    )
+    engine = training.initialize(TwoLosses(exact=exact), training.ds_config(clipping=0.5, **ENGINES[setting]))
     for step in range(2):
         if manner == "loss.backward":
             for number in range(2):
