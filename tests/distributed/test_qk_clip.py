@@ -16,6 +16,7 @@ from tests.support import pipelines, tensor_parallel, training
 from tests.support.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
 from tests.support.comparisons import close, relative, within
 from tests.support.contract import backward, compare_norms
+from tests.support.engines import ENGINES
 from tests.support.models import MATRICES, batch, build
 from tests.support.oracle import Oracle, matrices_of
 from tests.support.reference_math import reference_clip, reference_clip_latent, reference_max_logits
@@ -136,17 +137,9 @@ def compare(results: list[dict[str, Any]], kind: str, micro_batches: int, exclud
         compare_norms([logit for step in result["largest"] for logit in step], logits, allowed.norms)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"stage": 3, "zero": {"sub_group_size": 150}},
-        {"stage": 2, "zero": training.OFFLOAD},
-        {"stage": 1, "zero": {"round_robin_gradients": True}},
-    ],
-    ids=["sub-groups", "offload", "round-robin"],
-)
-def test_clip_under_further_settings(ranks: Any, settings: dict[str, Any]) -> None:
-    compare(ranks(2).run(clipped, kind="grouped", **settings), "grouped", 2)
+@pytest.mark.parametrize("setting", ["3-sub-groups", "2-offload", "1-overlap-round-robin"])
+def test_clip_under_further_settings(ranks: Any, setting: str) -> None:
+    compare(ranks(2).run(clipped, kind="grouped", **ENGINES[setting]), "grouped", 2)
 
 
 def test_rows_of_parameters_that_are_adams(ranks: Any) -> None:
@@ -170,20 +163,13 @@ def test_heads_of_tensor_parallel_ranks(ranks: Any, world: int, stage: int, kind
 
 
 FROZEN = {"muon_lr": 0.0, "adam_lr": 0.0, "weight_decay": 0.0, "wire_dtype": "auto"}
-WRAPPERS = {
-    "stage0": {"stage": 0},
-    "stage1-fp32-accumulation": {"stage": 1, "extra": training.FP32_SUMS},
-    "stage2-offload": {"stage": 2, "zero": training.OFFLOAD},
-    "stage3": {"stage": 3},
-}
 
 
-@pytest.mark.parametrize("wrapper", list(WRAPPERS))
-def test_clip_reaches_masters_and_low_precision(ranks: Any, wrapper: str) -> None:
+@pytest.mark.parametrize("setting", ["0-bf16", "1-bf16-fp32-sums", "2-bf16-fp32-sums-offload", "3-bf16"])
+def test_clip_reaches_masters_and_low_precision(ranks: Any, setting: str) -> None:
     """With rates of zero the clip alone moves the weights: by exactly its factors, in both copies."""
-    result = ranks(2).run(
-        clipped, kind="grouped", precision="bf16", steps=2, repeat=True, params=FROZEN, **WRAPPERS[wrapper]
-    )[0]
+    arguments = {"kind": "grouped", "steps": 2, "repeat": True, "params": FROZEN, **ENGINES[setting]}
+    result = ranks(2).run(clipped, **arguments)[0]
     assert result["clipped"][0] > 0
     largest = result["largest"][0]
     before, after = result["before"], result["params"]
