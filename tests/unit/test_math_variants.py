@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -26,8 +21,6 @@ from deepspeed_muon.step.row_state import row_fragments
 from deepspeed_muon.variants import variant
 from deepspeed_muon.variants.normuon import MOMENTS, row_factors
 from tests.support.comparisons import close
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,28 +220,6 @@ def test_the_example_of_a_variant_runs() -> None:
     factors, new = declared.row_factors(blocks, torch.zeros(2, 3), settings)
     close(factors, torch.ones(2, 3), rtol=1e-5, atol=0)  # in the first step every size is the largest so far
     close(new, blocks.square().mean(-1).sqrt(), rtol=1e-5, atol=0)
-
-
-@pytest.mark.full
-def test_a_new_variant_with_a_setting_is_a_key_of_the_configuration(tmp_path: Path) -> None:
-    """The package is imported, and its table of settings written, before anything else names the setting."""
-    package = tmp_path / "deepspeed_muon"
-    shutil.copytree(REPOSITORY / "deepspeed_muon", package, ignore=shutil.ignore_patterns("__pycache__"))
-    example = (variant.__doc__ or "").partition("::\n\n")[2].partition("\n\nThe norm of an update")[0]
-    imports = "import torch\nfrom pydantic import Field\nfrom deepspeed_muon.variants.variant import *\n"
-    (package / "variants" / "peaks.py").write_text(imports + textwrap.dedent(example))
-    registry = package / "variants" / "__init__.py"
-    registry.write_text(
-        registry.read_text()
-        .replace("import muon_eq,", "import muon_eq, peaks,")
-        .replace("muon_eq.VARIANT)", "muon_eq.VARIANT, peaks.VARIANT)")
-    )
-    program = "import deepspeed_muon as d; print(d.MuonConfig(variant='peaks', peak_decay=0.5).peak_decay)"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert run.stdout.strip().endswith("0.5"), run.stderr
 
 
 def test_settings_that_nothing_reads_are_refused() -> None:
