@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,13 +11,6 @@ import torch
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon
-from deepspeed_muon.variants import VARIANTS
-from tests.support.contract import backward, compare_paths, train_reference
-from tests.support.kernels import forced_dtype
-from tests.support.models import MATRICES, build
-from tests.support.oracle import Oracle, matrices_of
-from tests.support.rounding import limits
-from tests.support.thinning import each_value
 
 WARMUP = {"from": 0.5, "steps": 4}
 RISING = [0.5, 0.6, 0.7, 0.8, 0.9, 0.9]
@@ -100,28 +91,3 @@ def test_groups_have_a_momentum_apiece() -> None:
         ConfigError, match=r"from: 0\.5 must be below momentum, which is 0\.4 .* a param group"
     ):
         Muon([{**group, "momentum": 0.4}], **settings)
-
-
-SETTINGS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": forced_dtype()}
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize(("variant", "nesterov"), each_value(product(VARIANTS, (True, False))))
-def test_matches_the_reference(variant: str, nesterov: bool) -> None:
-    """With ``update_scale``, too."""
-    ours = build("toy")
-    given: dict[str, Any] = {**SETTINGS, "variant": variant, "nesterov": nesterov, "update_scale": 0.3}
-    optimizer = Muon(ours, momentum_warmup=WARMUP, **given)
-    for step in range(6):
-        backward(ours, step, 1)
-        optimizer.step()
-    start, end, _ = reference(nesterov, variant)
-    params = {name: param.detach() for name, param in ours.named_parameters()}
-    compare_paths(params, start, end, limits(reference, nesterov, variant))
-
-
-@functools.lru_cache
-def reference(nesterov: bool, variant: str) -> tuple[Any, Any, list[float]]:
-    settings: dict[str, Any] = {"nesterov": nesterov, "variant": variant, "update_scale": 0.3}
-    oracle = Oracle(matrices_of(MATRICES["toy"]), momentum_warmup=WARMUP, **settings)
-    return train_reference(build("toy"), oracle, 1, 6)
