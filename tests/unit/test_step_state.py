@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_muon import Muon
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.math.updates import AdamStep
 from deepspeed_muon.reference import ReferenceMuon
 from deepspeed_muon.step.adamw import torch_step
-from tests.support.models import build, train_alone
-from tests.support.training import state_bytes
 
 
 def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -79,21 +76,3 @@ def test_adam_kernels(kernel: str, decoupled: bool, master: torch.dtype, moments
         # off by a few fp32 units of the update too, whose quotient is at most 30 here.
         bound = exact.abs() * (0.51 * torch.finfo(tensor.dtype).eps + 1e-6) + 1e-6
         assert ((tensor.double() - exact).abs() <= bound).all()
-
-
-def test_state_dict_keeps_the_dtypes() -> None:
-    """Torch casts state to the parameter's dtype when it loads: bf16 momentum would come back as fp32."""
-    model, fresh_model = build("toy"), build("toy", seed=1)
-    optimizer, fresh = (Muon(m, lr=0.02, momentum_dtype="bf16") for m in (model, fresh_model))
-    train_alone(model, optimizer, 2)
-    fresh.load_state_dict(optimizer.state_dict())
-    for saved_state, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
-        for key, value in saved_state.items():
-            if isinstance(value, torch.Tensor):
-                assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value), key
-    assert state_bytes(optimizer.state) == state_bytes(fresh.state)
-    assert state_bytes(optimizer.state)["momentum_buffer"] == 2 * sum(
-        route.matrix_shape[0] * route.matrix_shape[1]
-        for route in optimizer.routes
-        if route.algorithm == "muon"
-    )
