@@ -42,8 +42,6 @@ def unfreeze(
     optimizer = Muon(model, **config.pop("optimizer")["params"]) if is_client else None
     if when == "before":
         model.requires_grad_(True)
-    elif not is_client:
-        config = training.ds_config(stage, precision=precision)
     engine = training.initialize(model, config, optimizer=optimizer)
     messages = training.heard()
     for step in range(4):

@@ -27,6 +27,9 @@ TAG_VARIABLE = "DEEPSPEED_MUON_TEST_RUN"
 Launchers start ranks in sessions of their own, so that neither a process group nor a parent id finds them all.
 """
 
+PATIENCE = 5.0
+"""Seconds that the kernel gets to end processes that were killed."""
+
 _SESSION = f"{os.getpid()}-{uuid.uuid4().hex}"
 
 
@@ -47,31 +50,30 @@ def allreduce_buffer_prefix(address: str, port: int) -> str:
     return f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_"
 
 
-def remove_shm(names: Iterable[str]) -> list[str]:
+def remove_shm(names: Iterable[str]) -> None:
     """Remove files from /dev/shm, except those that a live process still has mapped.
 
     A file that is mapped belongs to a run that goes on; one that nobody maps can only be what a dead rank left.
-
-    Returns:
-        The names that were removed.
     """
     names = set(names)
-    if not names:
-        return []
-    removed = []
-    used = _paths_in_use()
-    for name in sorted(names):
-        path = SHM_DIR / name
-        if str(path) in used:
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-            removed.append(name)
-    return removed
+    used = _paths_in_use() if names else set()
+    for path in (SHM_DIR / name for name in names):
+        if str(path) not in used:
+            path.unlink(missing_ok=True)
 
 
-def tagged_processes(tag: str = _SESSION) -> list[int]:
-    """Return the ids of the live processes of a run, or of all runs of this session."""
+def kill_tagged(tag: str) -> None:
+    """Kill every process of the run with this value of ``TAG_VARIABLE`` and wait until they are gone."""
+    deadline = time.monotonic() + PATIENCE
+    while (pids := tagged_processes(tag)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def tagged_processes(tag: str) -> list[int]:
+    """Return the ids of the live processes of a run."""
     wanted = f"{TAG_VARIABLE}={tag}".encode()
     pids = []
     for pid in _process_ids():
@@ -81,48 +83,17 @@ def tagged_processes(tag: str = _SESSION) -> list[int]:
     return pids
 
 
-def kill_tagged(tag: str, *, patience: float = 5.0) -> list[int]:
-    """Kill every process of the run ``tag`` and wait until they are gone.
-
-    Args:
-        tag: The run's value of ``TAG_VARIABLE``.
-        patience: Seconds to wait for the kernel to end them.
-
-    Returns:
-        The ids that were killed; empty when the run had ended by itself.
-    """
-    killed: set[int] = set()
-    deadline = time.monotonic() + patience
-    while pids := tagged_processes(tag):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed.update(pids)
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
-    return sorted(killed)
-
-
-def stale_locks(folder: Path) -> list[Path]:
-    """Return the build locks under ``folder`` that no live process holds.
+def remove_stale_locks(folder: Path) -> None:
+    """Remove the build locks under ``folder`` that no live process holds.
 
     torch's ``FileBaton`` keeps its lock file open while it builds, so that a lock which nobody has open was left
     by a build that was killed.
     """
-    locks = [path for path in folder.glob("*/lock") if path.is_file()] if folder.is_dir() else []
-    if not locks:
-        return []
-    used = _paths_in_use()
-    return [path for path in locks if str(path.resolve()) not in used]
-
-
-def remove_stale_locks(folder: Path) -> list[Path]:
-    """Remove the locks that ``stale_locks`` finds and return them."""
-    locks = stale_locks(folder)
+    locks = [path for path in folder.glob("*/lock") if path.is_file()]
+    used = _paths_in_use() if locks else set()
     for path in locks:
-        path.unlink(missing_ok=True)
-    return locks
+        if str(path.resolve()) not in used:
+            path.unlink(missing_ok=True)
 
 
 def _process_ids() -> list[int]:

@@ -47,11 +47,6 @@ class RankServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """The server's process id, ``None`` before its start."""
-        return None if self._process is None else self._process.pid
-
     def fork(
         self, environment: Mapping[str, str], channel: int, log: int, *, shm_all_reduce: bool
     ) -> ForkedRank:

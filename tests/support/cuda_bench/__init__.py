@@ -18,7 +18,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,31 +105,19 @@ class Bench(Kernels):
 
     def momentum_pack(self, fragments: Sequence[Fragment], **options: Any) -> int:
         """Run the pass; what it takes in vectors lies in the fragments."""
-        fragment_tensors = [tensors for tensors, _ in fragments]
-        with self._only(
-            [tensor for tensors in fragment_tensors for tensor in tensors[:2]],
-            [tensors[i] for tensors in fragment_tensors for i in (0, 2)],
-        ):
+        with self._only_fragments(fragments, 0, 2):
             return super().momentum_pack(fragments, **options)
 
     def momentum_pack_int8(
         self, fragments: Sequence[Fragment], blocks: Sequence[Blocks], **options: Any
     ) -> int:
         """Run the pass; what it takes in vectors lies in the fragments."""
-        fragment_tensors = [tensors for tensors, _ in fragments]
-        with self._only(
-            [tensor for tensors in fragment_tensors for tensor in tensors[:2]],
-            [tensors[i] for tensors in fragment_tensors for i in (0, 2)],
-        ):
+        with self._only_fragments(fragments, 0, 2):
             return super().momentum_pack_int8(fragments, blocks, **options)
 
     def unpack_apply(self, fragments: Sequence[Fragment], **options: Any) -> int:
         """Run the pass; what it takes in vectors lies in the fragments."""
-        fragment_tensors = [tensors for tensors, _ in fragments]
-        with self._only(
-            [tensor for tensors in fragment_tensors for tensor in tensors],
-            [tensors[0] for tensors in fragment_tensors],
-        ):
+        with self._only_fragments(fragments, 0):
             return super().unpack_apply(fragments, **options)
 
     def divide_transposed(self, x: Tensor, norms: Tensor, out: Tensor) -> int:
@@ -141,6 +129,12 @@ class Bench(Kernels):
         """Run the pass, which may read its matrices, write its sums, and access no other memory."""
         with self._only([x], [sums]):
             return super().squares(x, sums)
+
+    def _only_fragments(self, fragments: Sequence[Fragment], *written: int) -> AbstractContextManager[None]:
+        """Let launches read the first two tensors of each fragment, and write those of these numbers."""
+        of_fragments = [tensors for tensors, _ in fragments]
+        read = [tensor for tensors in of_fragments for tensor in tensors[:2]]
+        return self._only(read, [tensors[number] for tensors in of_fragments for number in written])
 
     @contextmanager
     def _only(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> Iterator[None]:
