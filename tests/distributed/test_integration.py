@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import deepspeed_muon
-from deepspeed_muon import ConfigError, RoutingError
+from deepspeed_muon import RoutingError
 from deepspeed_muon.optimizer import Muon
 from tests.support import training
 from tests.support.contract import STEPS, compare_paths, reference, train_reference
@@ -234,17 +234,13 @@ def warned_of_rates(
 
 
 def test_rates_that_nobody_chose_are_warned_of(ranks: Any) -> None:
-    """Without warmup_max_lr DeepSpeed's schedules go to 0.001; an AdamW rate under 'original' hardly moves a matrix."""
+    """Without warmup_max_lr DeepSpeed's schedules go to 0.001. Rates without a schedule: test_optimizer."""
     pool = ranks(2)
     both = {"muon_lr": 0.02, "adam_lr": 3e-4}
     first, second = pool.run(warned_of_rates, params=both, scheduler={})
     assert not second, "rank 0 speaks for all"
     assert len(first) == 1 and "adam_lr 1.5e-05 instead of 0.0003. Set warmup_max_lr to 0.02" in first[0]
     assert "muon_lr 0.001 instead of 0.02" in first[0]
-    first, _ = pool.run(warned_of_rates, params={"lr": 3e-4}, scheduler={"warmup_max_lr": 3e-4})
-    assert len(first) == 1 and "set adjust_lr_fn to 'match_rms_adamw'; else set muon_lr" in first[0]
-    first, second = pool.run(warned_of_rates, params={"muon_lr": 0.02}, scheduler={"warmup_max_lr": 0.02})
-    assert len(first) == 1 and "has its default, 0.0003: set adam_lr" in first[0] and not second
     one = {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}
     for params, peak in ((both, 0.02), (one, 3e-4)):
         assert pool.run(warned_of_rates, params=params, scheduler={"warmup_max_lr": peak}) == [[], []]
@@ -320,19 +316,10 @@ def test_groups_say_whose_they_are() -> None:
 
 def test_groups_keep_their_kind() -> None:
     """A parameter cannot change sides: its state and its place in the exchange are of one algorithm."""
-    model = nn.Linear(4, 4)
-    optimizer = Muon(model, lr=0.02)
+    optimizer = Muon(nn.Linear(4, 4), lr=0.02)
     optimizer.param_groups[0]["use_muon"] = True
     with pytest.raises(RoutingError, match="use_muon is True and cannot become False"):
         optimizer.param_groups[0]["use_muon"] = False
-    saved = optimizer.state_dict()
-    saved["param_groups"].reverse()
-    said = "param group 0 of the state dict is of adamw, and this optimizer's of muon"
-    with pytest.raises(RoutingError, match=said):
-        optimizer.load_state_dict(saved)
-    optimizer.param_groups[0]["adjust_lr_fn"] = "spectrum"
-    with pytest.raises(ConfigError, match=r"param group 0\.adjust_lr_fn: .* \(got 'spectrum'"):
-        optimizer.step()
 
 
 def head_only(model: nn.Module) -> None:

@@ -84,22 +84,12 @@ STAGES_AND_DTYPES = [
 CASES = [(*case, variant) for case, variant in product(STAGES_AND_DTYPES, VARIANTS)]
 
 
-def waiting_settings(variant: str, stage: int, dtype: str) -> dict[str, Any]:
-    """Return the arguments of ``count_waits``, by stage and dtype."""
-    params = {"variant": variant, "ns_backend": "torch", "health": 1000}
-    extra = FP32_SUMS if "sums" in dtype else {}
-    return {
-        "stage": stage,
-        "clipping": 0.2,
-        "params": params,
-        "precision": dtype.partition(",")[0],
-        "extra": extra,
-    }
-
-
 @pytest.mark.parametrize(("stage", "dtype", "variant"), each_value(CASES))
 def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
     """Status, overflow, norm and those by algorithm are read at once; what DeepSpeed itself waits for counts apart."""
-    for counts in ranks(2).run(count_waits, **waiting_settings(variant, stage, dtype)):
+    precision, _, sums = dtype.partition(", ")
+    settings = {"precision": precision, "clipping": 0.2, "extra": FP32_SUMS if sums else {}}
+    params = {"variant": variant, "ns_backend": "torch", "health": 1000}
+    for counts in ranks(2).run(count_waits, stage=stage, params=params, **settings):
         waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}
         assert sum(waits.values()) == 1, counts

@@ -513,6 +513,7 @@ def test_torchs_defaults_change_nothing(default: torch.dtype | str, momentum_dty
         ("weight_decay", math.nan),
         ("weight_decay", torch.ones(2)),
         ("momentum", 1.5),
+        ("adjust_lr_fn", "spectrum"),
     ],
     ids=str,
 )
