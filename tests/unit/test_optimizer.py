@@ -360,41 +360,33 @@ def test_a_matrix_of_another_shape_is_refused(change: Any, steps: int) -> None:
 HALVES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
 
+@pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize(
     "write",
     [
         lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=10),
         lambda o: lr_scheduler.CyclicLR(o, 0.002, 0.02),
+        lambda o: torch.optim.swa_utils.SWALR(o, 0.05, anneal_epochs=2),
         lambda o: [group.update(lr=0.001) for group in o.param_groups],
         lambda o: [group.update(lr=torch.tensor(0.001)) for group in o.param_groups],
     ],
-    ids=["OneCycleLR", "CyclicLR", "a loop", "a tensor"],
+    ids=["OneCycleLR", "CyclicLR", "SWALR", "a loop", "a tensor"],
 )
-def test_one_rate_for_both_halves_is_a_warning(write: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """AdamW's half trained at Muon's rate, 67 times its own, in silence."""
+def test_one_rate_for_both_halves_is_a_warning(
+    write: Any, before: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AdamW's half trained at Muon's rate, 67 times its own, in silence; later only the first step was looked at."""
     model = build("toy")
     optimizer = Muon(model, **HALVES)
-    write(optimizer)
-    train_alone(model, optimizer, 3)
-    assert caplog.text.count("with one rate, 0.00") == 1
-    assert "max_lr=[g['lr'] for g in optimizer.param_groups]" in caplog.text
-
-
-@pytest.mark.parametrize("how", ["SWALR", "a loop"])
-def test_one_rate_that_is_written_later_is_a_warning(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the first step was looked at."""
-    model = build("toy")
-    optimizer = Muon(model, **HALVES)
-    train_alone(model, optimizer, 2)
+    train_alone(model, optimizer, before)
     assert "with one rate" not in caplog.text
-    schedule = torch.optim.swa_utils.SWALR(optimizer, 0.05, anneal_epochs=2) if how == "SWALR" else None
+    schedule = write(optimizer)
     for _ in range(4):
-        for group in optimizer.param_groups if schedule is None else ():
-            group["lr"] = 0.001
         train_alone(model, optimizer, 1)
-        if schedule is not None:
+        if isinstance(schedule, lr_scheduler.LRScheduler):
             schedule.step()
     assert caplog.text.count("with one rate, 0.0") == 1
+    assert "max_lr=[g['lr'] for g in optimizer.param_groups]" in caplog.text
 
 
 def test_a_loop_over_the_callers_groups_is_a_warning_too(caplog: pytest.LogCaptureFixture) -> None:
