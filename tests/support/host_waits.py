@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 import deepspeed_muon
+from deepspeed_muon.math.newton_schulz import divisors
 from deepspeed_muon.step import runner as step_runner
 from deepspeed_muon.step.check import DeferredCheck
 from tests.support import training
@@ -129,12 +131,27 @@ def tensors_of(*objects: Any) -> list[Tensor]:
     return tensors
 
 
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = SimpleNamespace(type="cuda")
+
+
+def divisors_on_a_gpu(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Return the norms as on a GPU: on a CPU alone the host looks whether one of them is small."""
+    return divisors(x.as_subclass(OnGpu) if x.device.type == "cpu" else x, dim).as_subclass(Tensor)
+
+
 def count_waits(
     rank: int, world_size: int, *, kind: str = "toy", steps: int = 3, **settings: Any
 ) -> dict[str, int]:
     """Return where the host waits in the last of some steps of an engine, as often as it does."""
-    deferred = mock.patch.object(step_runner, "ResultCheck", DeferredCheck)
-    with HostWaits() as waits, deferred:
+    with (
+        HostWaits() as waits,
+        mock.patch.object(step_runner, "ResultCheck", DeferredCheck),
+        mock.patch("deepspeed_muon.math.newton_schulz.divisors", divisors_on_a_gpu),
+        mock.patch("deepspeed_muon.variants.muon_eq.divisors", divisors_on_a_gpu),
+    ):
         engine = training.make_engine(training.ds_config(**settings), kind)
         optimizer = deepspeed_muon.muon_optimizer(engine)
         for step in range(steps):
