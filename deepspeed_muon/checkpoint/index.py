@@ -503,8 +503,8 @@ def _has_text_keys(value: object) -> bool:
 def saved_schedule(state: object) -> dict[str, Any] | None:
     """Return a scheduler's state as an index holds it; ``None`` if JSON cannot hold it.
 
-    The milestones of MultiStepLR, a Counter with numbers for keys, become a list; infinities (ReduceLROnPlateau) become
-    ``None``.
+    The milestones of MultiStepLR, a Counter with numbers for keys, become a list; rates in tensors become numbers, and
+    infinities (ReduceLROnPlateau) ``None``.
     """
     if not isinstance(state, Mapping):
         return None
@@ -514,6 +514,8 @@ def saved_schedule(state: object) -> dict[str, Any] | None:
             schedule[key] = sorted(value.elements())  # {30: 1, 60: 2} as [30, 60, 60]
         elif isinstance(value, float) and math.isinf(value):
             schedule[key] = None
+        elif isinstance(value, list):
+            schedule[key] = [*map(plain, value)]
     return schedule if is_json(schedule) else None
 
 

@@ -17,12 +17,20 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import nn
+from torch.optim import lr_scheduler
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.files import exclusive, load_pickle
-from deepspeed_muon.checkpoint.index import FORMAT, ConsolidatedSource, parse_sealed, sealed_json
+from deepspeed_muon.checkpoint.index import (
+    FORMAT,
+    ConsolidatedSource,
+    parse_sealed,
+    saved_schedule,
+    sealed_json,
+)
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal, verify_folder
 from tests.support.checkpoints import FILE, INDEX, edit, save_as_deepspeed, write_set
 from tests.support.thinning import each_value
@@ -422,6 +430,13 @@ def test_a_file_that_is_cut_off_is_said_to_be(tmp_path: Path, kept: float) -> No
     os.truncate(path, int(kept * path.stat().st_size))
     with pytest.raises(CheckpointError, match=r"file\.pt: its end is cut off"):
         load_pickle(path)
+
+
+def test_a_schedule_of_rates_in_tensors_is_saved() -> None:
+    """It was left out of the set, with a warning, and began anew after a restore."""
+    optimizer = Muon(nn.Linear(4, 6), muon_lr=torch.tensor(0.5), adam_lr=torch.tensor(0.25))
+    saved = saved_schedule(lr_scheduler.CosineAnnealingLR(optimizer, 6).state_dict())
+    assert saved is not None and saved["base_lrs"] == saved["_last_lr"] == [0.5, 0.25]
 
 
 # ---------------------------------------------------------------------------------------------- without an engine
