@@ -141,7 +141,7 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
 
     import deepspeed_muon
     from deepspeed_muon.checkpoint.layout_record import record_of
-    from deepspeed_muon.checkpoint.parameters import collect, describe_parameters, set_host
+    from deepspeed_muon.checkpoint.parameters import collect, describe_parameters, set_bound_engine
     from deepspeed_muon.engine.topology import read_step_sets
     from deepspeed_muon.routing.param_groups import order_for_partitions
     from deepspeed_muon.transport.agreement import agree
@@ -177,14 +177,14 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
     found["messages_kb"] = others.bytes / 1e3
     groups = range(len(optimizer.param_groups))
     start = time.process_time()
-    host: Any = SimpleNamespace(
+    bound_engine: Any = SimpleNamespace(
         view=SimpleNamespace(group_numbers=lambda: list(groups)),
         counters=lambda: {"global_steps": 0},
         parameters=describe_parameters(optimizer.routes, {}),
         save_id="0" * 12,
         engine=engine,
     )
-    set_host(optimizer, host)
+    set_bound_engine(optimizer, bound_engine)
     content = io.BytesIO()
     torch.save(record_of(collect(engine)), content)
     found["record_kb"], found["record_s"] = len(content.getvalue()) / 1e3, time.process_time() - start

@@ -74,7 +74,7 @@ from deepspeed_muon.checkpoint.parameters import (
     TensorSlice,
     Transfer,
     collect,
-    require_all_ranks,
+    require_checkpointable,
     require_fp32,
     slices_by_name,
     transfers,
@@ -128,7 +128,7 @@ def consolidate(
         CheckpointError: On every rank, if one of them cannot write or died, if the ranks disagree on the number of
             steps taken, or if another save is writing into ``out_dir``. The message says which set the folder holds.
     """
-    require_all_ranks(engine)
+    require_checkpointable(engine)
     ranks = all_ranks()
     writer: FolderWriter | None = None
     with contextlib.ExitStack() as stack:
@@ -137,7 +137,7 @@ def consolidate(
             with raise_on_all_ranks(CheckpointError) as facts:
                 folder = checked_folder(out_dir, shard_bytes)
                 state = collect(engine)
-                state.host.require_restored()
+                state.bound_engine.require_restored()
                 require_fp32(state)
                 index_fields = _index_fields(state)
                 make_folder(folder)
@@ -170,7 +170,7 @@ def checked_folder(out_dir: object, shard_bytes: object) -> Path:
 def _add_facts(facts: RankFacts, state: LiveState, folder: Path, shard_bytes: int) -> None:
     """Add what must be equal before a save: on all ranks, and within each data-parallel group."""
     facts.record("out_dir", folder)
-    facts.record("global_steps", state.host.counters()["global_steps"])
+    facts.record("global_steps", state.bound_engine.counters()["global_steps"])
     facts.record("shard_bytes", shard_bytes)
     for parameters in state.groups:
         scope = Scope.among(parameters[0].members, parameters[0].group_rank)
@@ -240,12 +240,12 @@ def _index_fields(state: LiveState) -> dict[str, Any]:
         "source": {
             "writer": "engine",
             "optimizer": OURS,
-            "zero_stage": int(state.host.engine.zero_optimization_stage()),
+            "zero_stage": int(state.bound_engine.engine.zero_optimization_stage()),
             "world_size": all_ranks().size,
         },
         "optimizer": state.optimizer.config.model_dump(mode="json"),
         "groups": [json_settings(group) for group in state.optimizer.param_groups],
-        "progress": state.host.progress(),
+        "progress": state.bound_engine.progress(),
     }
 
 

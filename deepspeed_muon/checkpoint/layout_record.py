@@ -30,8 +30,8 @@ from deepspeed_muon.checkpoint.index import Count, checked
 from deepspeed_muon.checkpoint.parameters import (
     LiveState,
     PartitionedParameter,
+    bound_engine_of,
     collect,
-    host_of,
 )
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
@@ -242,7 +242,7 @@ def add_record_to_state_dict(engine: Any) -> None:
         optimizer = engine.basic_optimizer
         record = {
             "version": RECORD_VERSION,
-            "save": host_of(optimizer).save_id,
+            "save": bound_engine_of(optimizer).save_id,
             "order": order_of(optimizer),
             "row_order": row_order_of(optimizer),
             "precision": precision_of(optimizer),
@@ -297,10 +297,10 @@ def precision_of(optimizer: Muon) -> str:
 
 def record_of(state: LiveState) -> Mapping[str, Any]:
     """Return what this rank's record says of the parameters."""
-    if state.host.save_id is None:
+    if state.bound_engine.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
     # In the order of the model, which is the same on every rank.
-    position = {name: number for number, name in enumerate(state.host.parameters)}
+    position = {name: number for number, name in enumerate(state.bound_engine.parameters)}
     groups = []
     for parameters in state.groups:
         group_rank, members = parameters[0].group_rank, parameters[0].members
@@ -327,7 +327,7 @@ def _weight_keys(state: LiveState) -> dict[str, str]:
     A model may override ``state_dict``: a value head around a language model leaves out the latter's prefix. The
     tensors are those of the parameters, so their addresses identify them; copies are assumed to use the names.
     """
-    engine = state.host.engine
+    engine = state.bound_engine.engine
     if engine.optimizer is not state.optimizer:  # a wrapper saves masters by number
         return {}
     weights = {

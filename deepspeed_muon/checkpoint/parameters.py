@@ -14,7 +14,7 @@ of a running engine, which :func:`collect` describes, or of saved files. :func:`
 tensor into ranges of those partitions, for a save of an engine and for a conversion of files. Nothing is copied or sent
 here.
 
-:class:`Host` is the engine around an optimizer: the slices that its parameters are, counters, schedule and loss scale.
+:class:`BoundEngine` is the engine that an optimizer is bound to: its parameters, counters, schedule and loss scale.
 """
 
 from __future__ import annotations
@@ -185,9 +185,9 @@ class TensorSlice:
 
 
 def row_ranges(start: int, stop: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Return the end of a row, full rows and the start of a row that elements ``[start, stop)`` consist of.
+    """Return the rows that elements ``[start, stop)`` cover: the end of a row, full rows, the start of a row.
 
-    Each is given by its first row, the number of rows, its first column, and the column after its last one.
+    Each entry is the first row, the number of rows, the first column, and the column after the last one.
     """
     # [5, 14) in rows of 4: element 5 to the end of row 1, row 2, elements 12 and 13 of row 3
     first, end = -(-start // width), stop // width  # full rows are [first, end)
@@ -396,8 +396,8 @@ def slices_by_name(
     for parameter in parameters:
         # Data-parallel groups with the same slice, such as those of a copy on tensor-parallel ranks, hold equal values.
         slices.setdefault(parameter.name, {}).setdefault(parameter.tensor_slice, parameter)
-    for name, parameter_of in slices.items():
-        first, *further = parameter_of.values()
+    for name, by_slice in slices.items():
+        first, *further = by_slice.values()
         where = f"{files[first.members[0]]}: " if files else ""
         problem = f"{where}parameter {name}: the ranks hold slices that do not make up the full tensor: "
         for parameter in further:
@@ -405,20 +405,20 @@ def slices_by_name(
             if {**dict(parameter.record), "group": first.record.group} != dict(first.record):
                 raise CheckpointError(f"{problem}one is of {first.record!r}, another of {parameter.record!r}")
         for key in first.record.tensor_keys:
-            if not cover_tensor(parameter.slice_of(key) for parameter in parameter_of.values()):
-                ranges = ", ".join(f"{s.ranges} of {p.members[0]}" for s, p in parameter_of.items())
+            if not cover_tensor(parameter.slice_of(key) for parameter in by_slice.values()):
+                ranges = ", ".join(f"{s.ranges} of {p.members[0]}" for s, p in by_slice.items())
                 length, dim = first.tensor_slice.length, first.tensor_slice.dim
                 raise CheckpointError(
                     f"{problem}{key} has {length} indices along dimension {dim}, there are {ranges}"
                 )
-    return {name: tuple(parameter_of.values()) for name, parameter_of in slices.items()}
+    return {name: tuple(by_slice.values()) for name, by_slice in slices.items()}
 
 
-# ---- the engine around an optimizer ------------------------------------------------------------------------
+# ---- the engine of an optimizer ----------------------------------------------------------------------------
 
 
-class Host:
-    """The engine around an optimizer, made when the engine binds the optimizer; :func:`host_of` returns it.
+class BoundEngine:
+    """The engine that an optimizer is bound to, referred to weakly; :func:`bound_engine_of` returns it.
 
     Attributes:
         parameters: See :func:`describe_parameters`.
@@ -430,13 +430,14 @@ class Host:
     def __init__(
         self, engine: Any, slices: Mapping[str, TensorSlice | str], view_of: Callable[[Any], Any]
     ) -> None:
-        """Keep a weak reference to the engine: its optimizer refers to this object and must not keep it alive.
+        """Describe an engine whose optimizer has just been bound.
 
         Args:
             engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
             slices: See :func:`describe_parameters`.
             view_of: Returns the view of the ZeRO optimizer in ``engine.optimizer``.
         """
+        # The engine owns the optimizer, and the optimizer owns this object.
         self._engine_reference = weakref.ref(engine)
         self._view_of = view_of
         self.parameters = describe_parameters(engine.basic_optimizer.routes, slices)
@@ -541,49 +542,50 @@ def optimizer_of(engine: Any) -> Muon:
             f"this engine's optimizer is {type(optimizer).__name__}, not deepspeed_muon.Muon: use DeepSpeed's own "
             f"checkpoints for it"
         )
-    if optimizer not in _HOSTS:
+    if optimizer not in _BOUND_ENGINES:
         raise CheckpointError("the engine's optimizer holds no parameters")
     return optimizer
 
 
-def host_of(optimizer: Muon) -> Host:
-    """Return the engine around an optimizer that is bound to one."""
-    return _HOSTS[optimizer]
+def bound_engine_of(optimizer: Muon) -> BoundEngine:
+    """Return the engine that an optimizer is bound to."""
+    return _BOUND_ENGINES[optimizer]
 
 
-def set_host(optimizer: Muon, host: Host) -> None:
-    """Set what :func:`host_of` returns."""
-    _HOSTS[optimizer] = host
+def set_bound_engine(optimizer: Muon, bound_engine: BoundEngine) -> None:
+    """Set what :func:`bound_engine_of` returns."""
+    _BOUND_ENGINES[optimizer] = bound_engine
 
 
-_HOSTS: weakref.WeakKeyDictionary[Muon, Host] = weakref.WeakKeyDictionary()
+_BOUND_ENGINES: weakref.WeakKeyDictionary[Muon, BoundEngine] = weakref.WeakKeyDictionary()
 
 
-def require_all_ranks(engine: Any) -> None:
-    """Raise where the ranks cannot save or restore together; on every rank, without any communication.
+def require_checkpointable(engine: Any) -> None:
+    """Raise, on every rank and without communicating, if the ranks cannot save or restore this engine together.
+
+    Engines with another optimizer are left to :func:`collect`.
 
     Raises:
         CheckpointError: If the engine spans only some ranks of the program; if it offloads to NVMe; or if another
             thread takes its steps, whose collectives would interleave with those of the save.
     """
     optimizer = getattr(engine, "basic_optimizer", None)
-    ranks = getattr(optimizer, "ranks", None)
-    if ranks is not None and not ranks.are_all:
+    if not isinstance(optimizer, Muon) or optimizer not in _BOUND_ENGINES:
+        return
+    bound_engine = _BOUND_ENGINES[optimizer]
+    if not optimizer.ranks.are_all:
         raise CheckpointError(
             "this engine has some of the program's ranks only: a save needs all ranks of the default process group, as "
             "DeepSpeed's own save_checkpoint does, and the others would not take part; save module.state_dict() and "
             "optimizer.state_dict() of each rank instead"
         )
-    host = _HOSTS.get(optimizer) if isinstance(optimizer, Muon) else None
-    if host is None:
-        return
-    if host.is_swapped:
+    if bound_engine.is_swapped:
         raise CheckpointError(
             "consolidated sets and universal checkpoints with NVMe offload: masters and momentum are on NVMe, where "
             "such checkpoints are neither read from nor written to. engine.save_checkpoint and load_checkpoint resume "
             "the run on the same ranks; offload to device cpu to change them"
         )
-    if host.step_thread not in (None, threading.get_ident()):
+    if bound_engine.step_thread not in (None, threading.get_ident()):
         raise CheckpointError(
             "another thread takes the steps of this engine: save and restore in the thread that calls engine.step"
         )
@@ -665,13 +667,13 @@ class LiveState:
 
     Attributes:
         optimizer: Our optimizer inside the engine.
-        host: The engine around it.
+        bound_engine: The engine that it is bound to.
         parameters: Name of the full tensor to its parameter, in an order that all ranks with the same parameters share.
         device: Where the collectives' tensors must be.
     """
 
     optimizer: Muon
-    host: Host
+    bound_engine: BoundEngine
     parameters: dict[str, LiveParameter]
     device: torch.device
 
@@ -726,14 +728,14 @@ def collect(engine: Any) -> LiveState:
             slice of a full tensor a parameter is.
     """
     optimizer = optimizer_of(engine)
-    host = host_of(optimizer)
-    group_numbers = host.view.group_numbers()
+    bound_engine = bound_engine_of(optimizer)
+    group_numbers = bound_engine.view.group_numbers()
     shared_members: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for each data-parallel group
     parameters: dict[str, LiveParameter] = {}
     for runner in optimizer.runners:
         step_set = runner.step_set
         # 1. The ranks that share the step set, and where they store row state.
-        # A step set without a process group is that of a single rank.
+        # Without a process group there is a single rank.
         members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
         members = shared_members.setdefault(members, members)
         # By index of the matrix; none for variants without row state.
@@ -744,7 +746,7 @@ def collect(engine: Any) -> LiveState:
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.adamw_parameters)
         for index, layout in enumerate(layouts):
-            info = host.parameters[layout.name]
+            info = bound_engine.parameters[layout.name]
             if isinstance(info, str):
                 raise CheckpointError(
                     f"parameter {layout.name}: {info}. engine.save_checkpoint and load_checkpoint resume it at the "
@@ -775,4 +777,4 @@ def collect(engine: Any) -> LiveState:
                 )
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
-    return LiveState(optimizer, host, parameters, optimizer.runners[0].context.device)
+    return LiveState(optimizer, bound_engine, parameters, optimizer.runners[0].context.device)

@@ -48,10 +48,10 @@ from deepspeed_muon.checkpoint.parameters import (
     LiveParameter,
     LiveState,
     TensorSlice,
+    bound_engine_of,
     collect,
-    host_of,
     optimizer_of,
-    require_all_ranks,
+    require_checkpointable,
 )
 from deepspeed_muon.config.settings import GroupSettings, MuonConfig, checked_group_settings
 from deepspeed_muon.errors import CheckpointError, ConfigError, MuonError
@@ -149,7 +149,7 @@ def restore_from_source(
     Raises:
         CheckpointError: See :func:`restore`.
     """
-    require_all_ranks(engine)
+    require_checkpointable(engine)
     nonfinite: list[str] = []
     with contextlib.ExitStack() as stack:
         # 1. Check, and allocate what is missing. All ranks raise if one does, or if they read different checkpoints.
@@ -157,7 +157,7 @@ def restore_from_source(
             source = open_source()
             stack.callback(source.close)
             before, state = SettingsSnapshot(engine), collect(engine)
-            state.host.view.require_reloaded()
+            state.bound_engine.view.require_reloaded()
             # Raised below, together with the parameters that no rank has.
             problems = _compare_parameters(state, source, with_state)
             if not problems:
@@ -178,7 +178,7 @@ def restore_from_source(
         # 2. Change the engine: settings, then partitions.
         _write_settings(plan, before)
         _write_state(plan)
-        state.host.end_restore()
+        state.bound_engine.end_restore()
     return source, before
 
 
@@ -322,7 +322,7 @@ class _RestorePlan:
         # 2. The settings.
         self.settings = group_settings(state, source.index, source.where) if take_rates else {}
         if progress is not None and scheduler:
-            _check_schedule(state.host.engine.lr_scheduler, progress, source.where, take_rates)
+            _check_schedule(state.bound_engine.engine.lr_scheduler, progress, source.where, take_rates)
 
     def _flat_tensor(self, parameter: LiveParameter, key: str) -> Tensor:
         """Return the flat tensor to write to, ``(partition_numel,)``: the engine's, or a new one that it will get."""
@@ -471,9 +471,9 @@ def _write_progress(plan: _RestorePlan, progress: Progress) -> None:
     Raises:
         CheckpointError: If the scheduler does not take its state.
     """
-    host, where = plan.state.host, plan.source.where
-    host.set_counters({key: getattr(progress, key) for key in COUNTERS})
-    scheduler = host.engine.lr_scheduler if plan.scheduler else None
+    bound_engine, where = plan.state.bound_engine, plan.source.where
+    bound_engine.set_counters({key: getattr(progress, key) for key in COUNTERS})
+    scheduler = bound_engine.engine.lr_scheduler if plan.scheduler else None
     if scheduler is not None and progress.lr_scheduler is not None:
         try:
             scheduler.load_state_dict(_state_to_load(scheduler, progress.lr_scheduler, plan.take_rates))
@@ -484,7 +484,7 @@ def _write_progress(plan: _RestorePlan, progress: Progress) -> None:
     elif scheduler is not None:
         warn("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
     if progress.loss_scale is not None:
-        host.set_loss_scale(progress.loss_scale)
+        bound_engine.set_loss_scale(progress.loss_scale)
 
 
 def _state_to_load(scheduler: Any, saved: Mapping[str, Any], take_rates: bool) -> dict[str, Any]:
@@ -595,8 +595,8 @@ class SettingsSnapshot:
     def __init__(self, engine: Any) -> None:
         """Copy them."""
         self._optimizer = optimizer = optimizer_of(engine)
-        self._host = host_of(optimizer)
-        self._counters, self._loss_scale = self._host.counters(), self._host.loss_scale()
+        self._bound_engine = bound_engine_of(optimizer)
+        self._counters, self._loss_scale = self._bound_engine.counters(), self._bound_engine.loss_scale()
         self._scheduler = engine.lr_scheduler
         # Both: the attributes include what a state_dict() leaves out, the state copies what the attributes refer to.
         self._scheduler_attributes = dict(getattr(self._scheduler, "__dict__", {}))
@@ -654,8 +654,8 @@ class SettingsSnapshot:
 
     def put_back(self) -> None:
         """Set the engine's counters, loss scale, schedule and param group settings to what they were."""
-        self._host.set_counters(self._counters)
-        self._host.set_loss_scale(self._loss_scale)
+        self._bound_engine.set_counters(self._counters)
+        self._bound_engine.set_loss_scale(self._loss_scale)
         if hasattr(self._scheduler, "__dict__"):
             self._scheduler.__dict__.clear()
             self._scheduler.__dict__.update(self._scheduler_attributes)
@@ -691,7 +691,7 @@ def _write_settings(plan: _RestorePlan, before: SettingsSnapshot) -> None:
         before.put_back()
         raise
     except BaseException:
-        plan.state.host.begin_restore(plan.source.where)  # interrupted: the settings mix two states
+        plan.state.bound_engine.begin_restore(plan.source.where)  # interrupted: the settings mix two states
         raise
 
 
@@ -704,7 +704,7 @@ def _write_state(plan: _RestorePlan) -> None:
     """
     state, source = plan.state, plan.source
     interrupt: BaseException | None = None
-    state.host.begin_restore(source.where)
+    state.bound_engine.begin_restore(source.where)
     # 1. Masters and state, into the engine's tensors or new ones.
     try:
         with raise_on_all_ranks(CheckpointError):
@@ -737,7 +737,7 @@ def _write_state(plan: _RestorePlan) -> None:
     if state.optimizer.state_policy.quantizes_momentum:
         for runner in state.optimizer.runners:
             runner.convert_momentum(state.optimizer.state)
-    state.host.view.refresh_weights()
+    state.bound_engine.view.refresh_weights()
 
 
 def _write_partitions(plan: _RestorePlan) -> None:

@@ -31,7 +31,7 @@ from deepspeed_muon.checkpoint.layout_record import (
     row_order_of,
     save_of,
 )
-from deepspeed_muon.checkpoint.parameters import collect, host_of, optimizer_of
+from deepspeed_muon.checkpoint.parameters import bound_engine_of, collect, optimizer_of
 from deepspeed_muon.checkpoint.restore import (
     SettingsSnapshot,
     first_lines,
@@ -85,7 +85,7 @@ def load_universal_checkpoint(
         with_state=load_optimizer_states,
     )
     if load_optimizer_states and source.index.progress.loss_scale:
-        host_of(optimizer_of(engine)).set_loss_scale(source.index.progress.loss_scale)
+        bound_engine_of(optimizer_of(engine)).set_loss_scale(source.index.progress.loss_scale)
 
 
 def save_checkpoint(
@@ -104,14 +104,14 @@ def save_checkpoint(
     """
     # 1. the consolidated set, and the folder of the tag
     optimizer = engine.basic_optimizer
-    host_of(optimizer).require_restored()
+    bound_engine_of(optimizer).require_restored()
     folder = Path(save_dir or "", f"global_step{engine.global_steps}" if tag is None else str(tag))
     if optimizer.config.consolidate_on_save and save_dir:
         consolidate(engine, folder / CONSOLIDATED_FOLDER)
     # 2. the id of this save, from the first rank
     ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, purpose="naming of a save")
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
-    host_of(optimizer).save_id = save_id
+    bound_engine_of(optimizer).save_id = save_id
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
         refuse_unusable(optimizer.param_groups, optimizer.config, {})
         if save_dir:
@@ -123,7 +123,7 @@ def save_checkpoint(
         with mock.patch.object(type(optimizer), "__reduce_ex__", _settings_alone):
             return original(save_dir, tag, client_state, *args, **kwargs)
     finally:
-        host_of(optimizer).save_id = None
+        bound_engine_of(optimizer).save_id = None
 
 
 def _settings_alone(optimizer: Any, _: object) -> tuple[object, ...]:

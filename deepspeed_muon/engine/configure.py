@@ -24,11 +24,11 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.parameters import (
-    Host,
+    BoundEngine,
     collect,
-    require_all_ranks,
+    require_checkpointable,
     require_fp32,
-    set_host,
+    set_bound_engine,
 )
 from deepspeed_muon.config.settings import MUON_TYPES, MuonConfig
 from deepspeed_muon.config.values import unknown_key_message
@@ -381,7 +381,7 @@ def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     # 3. who ends a step: the wrapper, where there is one
     optimizer.step_ends_outside = engine.optimizer is not optimizer
     # 4. what checkpoints need
-    set_host(optimizer, Host(engine, tensor_slices(engine, optimizer.routed.by_id), view_of))
+    set_bound_engine(optimizer, BoundEngine(engine, tensor_slices(engine, optimizer.routed.by_id), view_of))
     with raise_on_all_ranks(ranks=ranks):
         _require_consolidated(engine, optimizer.config)
     add_record_to_state_dict(engine)
@@ -400,7 +400,7 @@ def _require_consolidated(engine: DeepSpeedEngine, config: MuonConfig) -> None:
     if wanted is None:
         return
     try:
-        require_all_ranks(engine)
+        require_checkpointable(engine)
         state = collect(engine)
         if config.consolidate_on_save:
             require_fp32(state)

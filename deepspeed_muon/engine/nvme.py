@@ -39,7 +39,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.checkpoint.deepspeed_files import SavedTag
 from deepspeed_muon.checkpoint.files import refusing
-from deepspeed_muon.checkpoint.parameters import host_of, optimizer_of
+from deepspeed_muon.checkpoint.parameters import bound_engine_of, optimizer_of
 from deepspeed_muon.engine.patching import Hook, Original
 from deepspeed_muon.engine.views import View, Zero3View, view_of
 from deepspeed_muon.errors import CheckpointError
@@ -102,7 +102,7 @@ def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: obje
 
 def wait_for_copies(original: Original, view: View, *args: object, **kwargs: object) -> object:
     """Wait until all ranks have copied their swap files, before a save continues."""
-    if host_of(view.optimizer).save_id is not None:
+    if bound_engine_of(view.optimizer).save_id is not None:
         view.optimizer.ranks.all_gather(None, purpose="copies of swap files in a save")
     return original(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.checkpoint import restore
-from deepspeed_muon.checkpoint.parameters import host_of
+from deepspeed_muon.checkpoint.parameters import bound_engine_of
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.views import Memory, view_of
@@ -93,9 +93,9 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     The plain engine and the pipeline engine call it once a step, on all ranks, also when the gradients overflow.
     """
     optimizer, view = engine.basic_optimizer, view_of(engine.optimizer)
-    host = host_of(optimizer)
-    host.require_restored()
-    host.step_thread = threading.get_ident()
+    bound_engine = bound_engine_of(optimizer)
+    bound_engine.require_restored()
+    bound_engine.step_thread = threading.get_ident()
     optimizer._check_settings()
     _warn_of_unfrozen(view.memory)
     optimizer._record_norms({})
