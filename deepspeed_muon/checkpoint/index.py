@@ -1,15 +1,15 @@
 """What is in a consolidated set: the schema and checksum of its JSON index, and its tensors, by name and range.
 
 A consolidated set is a folder with ``muon_index.json`` and the safetensors files that the index names. They hold full
-tensors by name, which each have a :class:`ParameterRecord` in the index. A save writes the index last, so a folder
+tensors by name; the index has a :class:`ParameterRecord` for each parameter. A save writes the index last, so a folder
 without one holds no set.
 
-The records describe the files completely: which tensors each file has, in which order, and by :class:`FileLayout` which
-bytes. A save writes these, a reader compares the header of a file with that of the layout.
+The records determine the files completely: which tensors each file has, in which order, and, by :class:`FileLayout`,
+at which bytes. A save writes exactly that, and a reader compares the header of each file with that of its layout.
 
 The index is untrusted. Its size is bounded, it must fit :class:`CheckpointIndex` exactly, file names cannot lead out of
 the folder, and the sizes of tensors are compared with those of the files. Its last entry is the checksum of the text
-before it, which detects damage, and does not prove who wrote the file.
+before it, which detects damage but does not prove who wrote the file.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ INDEX_NAME = "muon_index.json"
 CONSOLIDATED_FOLDER = "muon_consolidated"
 """Where ``consolidate_on_save`` writes the set, inside the folder of DeepSpeed's tag."""
 OURS = "deepspeed_muon"
-"""The optimizer of a checkpoint that was not converted from another optimizer's."""
+"""``source.optimizer`` of a set that was not converted from another optimizer's state."""
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""Counters of an engine."""
+"""The counters of an engine that a set holds, by the names of the engine's attributes."""
 
 VERSION: Literal[3] = 3
 """Version of the format."""
@@ -65,16 +65,16 @@ _BEFORE_CHECKSUM = b',\n "sha256": "'
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 """Optimizer state with the shape of the parameter, by algorithm; the fp32 master comes on top."""
 ROW_KEYS: dict[str, tuple[str, ...]] = {"muon": tuple(ROW_STATE), "adamw": ()}
-"""Optimizer state with one number for each row of each block, by algorithm. A run has that of its variant only."""
+"""Optimizer state with one number per row of each block, by algorithm. A run has only that of its variant."""
 
 ITEM_BYTES = 4
 """All tensors of a consolidated set are fp32."""
 WINDOW_NUMEL = 1 << 20
 """Elements that are read at once."""
-# Files of a set that remain open between two reads.
+# Files of a set that stay open between two reads.
 _MAX_OPEN_FILES = 8
 
-# No model has more, and sizes in bytes still fit into 64 bits.
+# More than any model has, and few enough that sizes in bytes fit into 64 bits.
 _MAX_NUMEL = 1 << 50
 
 Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
@@ -369,7 +369,7 @@ class FileLayout:
 
 
 class ConsolidatedSource:
-    """Full tensors of a consolidated set by name, of which ranges can be read. Nothing is unpickled.
+    """The full tensors of a consolidated set, read by name and range. Nothing is unpickled.
 
     Attributes:
         where: The folder, for errors.
@@ -383,11 +383,11 @@ class ConsolidatedSource:
         self.where = str(folder)
         self.index = load_index(folder)
         self.parameters = self.index.parameters
-        # The tensors of every file, in the order in which the file has them. One without any is verified, too.
-        self._shapes_in: dict[str, dict[str, tuple[int, ...]]] = {file: {} for file in self.index.files}
+        # Parameter and key of the tensors of every file, in the file's order. A file without any is verified, too.
+        self._tensors_in: dict[str, list[tuple[str, str]]] = {file: [] for file in self.index.files}
         for name, record in self.parameters.items():
             for key in record.tensor_keys:
-                self._shapes_in[record.tensors[key]][tensor_name(key, name)] = record.shape_of(key)
+                self._tensors_in[record.tensors[key]].append((name, key))
         self._open_files: dict[str, BinaryIO] = {}  # by name; the one that was used last is last
         self._layouts: dict[str, FileLayout] = {}
         # Inode, size and time of each file when it was first opened, since it may be closed and opened again.
@@ -407,13 +407,11 @@ class ConsolidatedSource:
             CheckpointError: Naming the file and the parameters in it.
         """
         nonfinite = []
-        # The largest first and the ranks in turn, so that each reads about as many bytes.
-        files = sorted(self._shapes_in, key=lambda file: self.index.files[file].bytes, reverse=True)
+        # Dealt out to the ranks from the largest on, so that all read about as many bytes.
+        files = sorted(self._tensors_in, key=lambda file: self.index.files[file].bytes, reverse=True)
         for file in files[rank::world_size]:
             path = self._folder / file
-            tensors = {
-                name: f"{name.partition('/')[2]} ({name.partition('/')[0]})" for name in self._shapes_in[file]
-            }
+            tensors = {f"{name} ({key})": (name, key) for name, key in self._tensors_in[file]}
             try:
                 # Size and header come first: nothing else is read of a file that is too large.
                 self._open(file)
@@ -421,12 +419,11 @@ class ConsolidatedSource:
                     if file_digest(path) != self.index.files[file].sha256:
                         raise CheckpointError(f"{path}: its checksum is not that of the index")
             except CheckpointError as error:
-                raise CheckpointError(f"{error}; it holds {listed(list(tensors.values()), 3)}") from error
-            nonfinite += [shown for name, shown in tensors.items() if not self._is_finite(name)]
+                raise CheckpointError(f"{error}; it holds {listed(list(tensors), 3)}") from error
+            nonfinite += [shown for shown, tensor in tensors.items() if not self._is_finite(*tensor)]
         return nonfinite
 
-    def _is_finite(self, tensor: str) -> bool:
-        key, _, parameter = tensor.partition("/")
+    def _is_finite(self, parameter: str, key: str) -> bool:
         numel = math.prod(self.parameters[parameter].shape_of(key))
         return all(
             self.read(parameter, key, start, min(WINDOW_NUMEL, numel - start)).isfinite().all()
@@ -447,10 +444,10 @@ class ConsolidatedSource:
             return values
 
     def _open(self, name: str) -> tuple[BinaryIO, FileLayout]:
-        """Return an open file of the set, and the layout that it has by the index.
+        """Return an open file of the set, and the layout that the index gives it.
 
         Raises:
-            CheckpointError: If its header is another one, or it was replaced since it was first opened.
+            CheckpointError: If its size or header is another one, or it was replaced since it was first opened.
         """
         path = self._folder / name
         with refusing(str(path)):
@@ -464,7 +461,12 @@ class ConsolidatedSource:
             if len(self._open_files) > _MAX_OPEN_FILES:
                 self._open_files.pop(next(iter(self._open_files))).close()
             if name not in self._layouts:
-                layout = FileLayout.of(self._shapes_in[name])
+                layout = FileLayout.of(
+                    {
+                        tensor_name(key, p): self.parameters[p].shape_of(key)
+                        for p, key in self._tensors_in[name]
+                    }
+                )
                 if status.st_size != layout.nbytes:
                     raise CheckpointError(
                         f"{path}: {status.st_size} bytes, expected {layout.nbytes}, which its tensors have by the index"
@@ -494,7 +496,7 @@ def is_json(value: object) -> bool:
 
 
 def _has_text_keys(value: object) -> bool:
-    """Return whether all keys are text. JSON turns numbers into text, under which torch's MultiStepLR finds nothing."""
+    """Return whether all keys are text: JSON turns numbers into text, and torch's MultiStepLR looks up numbers."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
@@ -580,7 +582,7 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not of the format {FORMAT}")
     version = content.get("version")
-    if type(version) is not int or version != VERSION:  # 2.0 is equal to 2
+    if type(version) is not int or version != VERSION:  # 3.0 is equal to 3
         raise CheckpointError(
             f"{path}: format version {version!r}; this release reads version {VERSION}: consolidate DeepSpeed's "
             f"checkpoint again, or use the release that wrote it"
@@ -604,7 +606,7 @@ def _sealed(text: bytes) -> bytes:
 
 
 def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs; raise if a key is there twice, of which JSON takes the last value."""
+    """Return the object of these pairs; raise if a key is there twice, where Python's JSON takes the last value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
