@@ -93,14 +93,16 @@ _PIECE_BYTES = 4 << 20
 LOCK_NAME = ".muon_save.lock"
 # Weights of another kind, and the state of Hugging Face's Trainer.
 _OTHER_CHECKPOINTS = re.compile(r".*\.(safetensors|gguf)|pytorch_model.*\.bin|trainer_state\.json")
-# Shards, and what killed saves leave of shards and of indexes.
+# Shards, and the temporary shards and indexes that killed saves leave behind.
 _FILES_OF_SAVES = re.compile(
     rf"{SHARD_PATTERN.pattern}|\.({SHARD_PATTERN.pattern}|{re.escape(INDEX_NAME)})\.[0-9a-f]{{12}}\.tmp"
 )
 
-# Replicas of a parameter are compared in their first elements, and may differ by this share of the largest.
+# The first elements of a parameter's replicas are compared; they may differ by this fraction of the largest.
 _COMPARED_NUMEL = 64
 _REPLICA_TOLERANCE = 1e-2
+# What the folder holds if it is unknown whether the index was renamed.
+_ONE_OF_TWO = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
 
 
 def consolidate(
@@ -198,11 +200,11 @@ def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParamete
     """Raise on every rank if groups that claim the same slice of a parameter have different values.
 
     Must be called by all ranks. A tensor-parallel shard that nothing marks as one looks like a replica. Replicas may
-    drift apart in their last bits, where kernels add in another order; shards differ by as much as their elements.
+    drift apart in their last bits, where kernels add in another order; shards differ as much as any two matrices.
 
     Args:
-        state: Of this rank.
-        parameters: Of every data-parallel group.
+        state: This rank's state.
+        parameters: The parameters of all data-parallel groups.
     """
     replicas = Counter((p.name, p.tensor_slice) for p in parameters)
     # All ranks count the same metadata, so all of them return or none does.
@@ -373,8 +375,8 @@ def _exchange_pieces(
     """Send every rank its piece of a round with one all-to-all. Must be called by all ranks.
 
     Args:
-        state: Of this rank.
-        plan: Of the save.
+        state: This rank's state.
+        plan: The plan of the save.
         pieces: The piece of every rank.
         content: Receives this rank's piece, ``(piece_numel,)`` fp32 on the CPU. Mutated.
     """
@@ -532,7 +534,7 @@ def write_set(
         plan: What is written.
         fill: Called in each round with the pieces of all ranks; writes this rank's piece into a CPU tensor.
         index_fields: The entries of the index besides files and parameters.
-        writer: Of the folder, on the first rank.
+        writer: The writer of the folder, on the first rank.
         ranks: The ranks that save.
 
     Returns:
@@ -543,7 +545,7 @@ def write_set(
     """
     untouched = f"{folder}: {UNTOUCHED}"
     # All that the other ranks can say once the first one may be renaming the index.
-    outcome = f"{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
+    outcome = f"{folder}: {_ONE_OF_TWO}"
     index: CheckpointIndex | None = None
     failure: CheckpointError | None = None
     _log_progress(folder, "start")
@@ -605,12 +607,12 @@ def _id_file(folder: Path, save_id: str) -> Path:
 
 @contextlib.contextmanager
 def folder_writer(folder: Path) -> Iterator[FolderWriter]:
-    """Lock a folder, which must exist, and yield its writer; in the end, remove files of saves that no index names.
+    """Lock a folder, which must exist, and yield its writer; at the end, remove files of saves that no index names.
 
     Another save would remove the shards of this one, which no index names yet.
 
     Raises:
-        CheckpointError: If another save is writing into the folder, it cannot be written to, or it is not one of a set.
+        CheckpointError: If another save is writing into the folder, it cannot be written to, or is not for a set.
     """
     busy = f"{folder}: another save is writing into this folder; wait for it, or name another folder"
     with exclusive(folder / LOCK_NAME, busy) as is_locked:
@@ -643,7 +645,7 @@ class FolderWriter:
 
     Attributes:
         save_id: Random; in the names of all files of this save.
-        is_stale: Which files of saves are removed in the end, by name: those of this save, until it renames its index.
+        is_stale: Which files of saves are removed at the end, by name: those of this save, until it renames its index.
     """
 
     def __init__(self, folder: Path, is_locked: bool) -> None:
@@ -658,7 +660,7 @@ class FolderWriter:
         Raises:
             CheckpointError: Saying which set the folder holds.
         """
-        # Without a lock another save may be writing shards that no index names yet. Then only the files of the set that
+        # Without a lock, another save may be writing shards that no index names yet, so only the files of the set that
         # is replaced are removed.
         replaced_files: set[str] = set()
         if not self._is_locked:
@@ -675,7 +677,7 @@ class FolderWriter:
                     raise CheckpointError(f"{name} has {size} bytes, {record.bytes} were written")
             # Until the rename returns, either index may be there.
             self.is_stale = lambda name: False
-            outcome = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
+            outcome = _ONE_OF_TWO
 
         try:
             with open(temporary, "wb") as file:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's saved files say of themselves: which optimizer saved a tag, at which stage and on how many ranks.
+"""What DeepSpeed's files say about themselves: which optimizer saved a tag, at which stage and on how many ranks.
 
 :mod:`deepspeed_muon.tools.deepspeed_reader` reads their contents.
 """
@@ -50,8 +50,7 @@ def all_model_files(folder: Path) -> list[Path]:
 def model_files(folder: Path) -> dict[str, Path]:
     """Return the model files of data-parallel rank 0, by model-parallel rank (``mp_rank_00``)."""
     files = {}
-    # In reverse order, so that of both names mp_rank_* replaces zero_pp_rank_0_*.
-    # The name from mp_rank_ on, without the suffix, is the key: mp_rank_00.
+    # Where there are files of both names, mp_rank_* wins: it sorts first and is seen last.
     for path in reversed(all_model_files(folder)):
         if path.name.startswith(("mp_rank_", "zero_pp_rank_0_")):
             files[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
@@ -59,9 +58,9 @@ def model_files(folder: Path) -> dict[str, Path]:
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a file of a tag is of a save of ours; they are unpickled, as DeepSpeed's converter does."""
+    """Return whether our optimizer saved a tag; its files are unpickled, as DeepSpeed's converter does it."""
     for path in Path(folder).glob("*_states.pt"):
-        with contextlib.suppress(CheckpointError):  # damaged; the next file may be intact
+        with contextlib.suppress(CheckpointError):  # a damaged file; the next one may be intact
             if save_of(load_pickle(path, trust=True)) is not None:
                 return True
     return False
@@ -80,7 +79,7 @@ def unwrap(wrapper: Mapping[str, Any]) -> tuple[int, Any]:
     if "base_optimizer_state" in wrapper:
         # ZeRO stages 1 and 2
         return int(wrapper.get("zero_stage", 1)), wrapper["base_optimizer_state"]
-    # FP16_Optimizer has the optimizer's under a key; without a wrapper the dictionary is the optimizer's.
+    # FP16_Optimizer has the optimizer's state dict under a key; without a wrapper there is only the optimizer's.
     return 0, wrapper.get("optimizer_state_dict", wrapper)
 
 
@@ -169,7 +168,7 @@ def identify_tag(
         files = [path for path in folder.iterdir() if OPTIMIZER_FILE.fullmatch(path.name)]
         files = sorted(files) or sorted(folder.glob(EXPERT_OPTIMIZER_FILES)) or models
         chosen = file if file is not None and file in files else files[0]
-        # At stage 0 the model's file has the state of the optimizer, too.
+        # At stage 0 the model's file has the optimizer's state as well.
         stage, optimizer = unwrap(model.get("optimizer") or wrapper_state(load(chosen)))
         optimizer = optimizer if isinstance(optimizer, Mapping) else {}
         ranks = int(model.get("dp_world_size", 1))

@@ -1,10 +1,10 @@
-"""Files and folders of checkpoints: safe reading of untrusted ones, atomic replacement, and locks (of filelock).
+"""Files and folders of checkpoints: safe reading of untrusted ones, atomic replacement, and locks (filelock's).
 
-Reading: only regular files are read, never pipes or devices, nor links, except to pickles. Unless the caller trusts
-them, pickles are loaded only if they hold nothing but tensors, numbers and a few classes of DeepSpeed.
+Reading: only regular files are read, never pipes or devices, and links to pickles only. Unless the caller trusts it, a
+pickle is loaded only if it holds nothing but tensors, numbers and a few classes of DeepSpeed.
 
 Writing: content is written under a temporary name, synced, and renamed (:func:`replace`); then the folder that holds
-the name is synced. So a reader finds the old content or the new content, also after a power cut.
+the name is synced. So a reader finds the old content or the new content, even after a power cut.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ALLOWED_CLASSES = (
     "deepspeed.utils.tensor_fragment:fragment_address",
 )
 MAX_BYTES = 40 << 20
-"""Largest file that is parsed: the index of some 80,000 parameters. Parsing takes many times the size of the text."""
+"""Largest file that is parsed, the index of some 80,000 parameters; parsing takes many times as much memory."""
 # Do not follow a link that replaced the file, and do not wait for a writer of a pipe.
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 # Errors of file systems without locks.
@@ -60,7 +60,7 @@ UNTOUCHED = "what the folder held before is untouched"
 def refusing(source: str) -> Iterator[None]:
     """Turn every exception, except this package's own, into a CheckpointError that begins with ``source``.
 
-    For code that reads content of unknown origin, which can make libraries raise anything.
+    For code that reads content of unknown origin: libraries can raise anything on it.
     """
     try:
         yield
@@ -119,7 +119,7 @@ def open_regular(path: Path) -> BinaryIO:
         CheckpointError: If it is a link, a pipe, a device or a folder.
         OSError: If it cannot be opened.
     """
-    # Opening a device can have an effect of its own, so look first; and again after that, as the file may have changed.
+    # Opening a device can have side effects, so look first; and look again, as the file may have been replaced since.
     regular_size(path)
     descriptor = os.open(path, _OPEN_FLAGS)
     file = os.fdopen(descriptor, "rb")
@@ -176,14 +176,14 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
     Raises:
         CheckpointError: Naming the file and, if there is one, the class that is not allowed.
     """
-    # Where a file calls getattr, the unpickler calls _zero_stage, which returns members of this one class only.
+    # Where a file calls getattr, the unpickler calls _zero_stage, which returns members of that one class only.
     allowed: list[Any] = [*map(pkgutil.resolve_name, _ALLOWED_CLASSES), (_zero_stage, "builtins.getattr")]
     with refusing(str(path)):
         if not path.is_file() and path.exists():  # torch would wait for the writer of a pipe
             raise CheckpointError(f"{path}: not a regular file")
         try:
             with torch.serialization.safe_globals(allowed):
-                # With checkpoint_serialization false DeepSpeed writes no archives, and only these can be mapped.
+                # Only archives can be mapped; with checkpoint_serialization false DeepSpeed writes none.
                 return torch.load(path, "cpu", mmap=is_archive(path), weights_only=not trust)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
@@ -195,7 +195,7 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
 def check_tensor(tensor: object, source: str, *, allow_int8: bool = False) -> None:
     """Raise unless an unpickled object is a dense CPU tensor of floats whose storage has all of its elements.
 
-    Strides of zero could make a few numbers look like a large tensor.
+    With strides of zero, a few numbers would pass for a large tensor.
 
     Args:
         tensor: The object.
@@ -216,7 +216,7 @@ def check_tensor(tensor: object, source: str, *, allow_int8: bool = False) -> No
 def drop_pages(tensors: Sequence[Tensor]) -> None:
     """Free the memory of contiguous slices of memory-mapped files after they were read.
 
-    The pages of a mapping count towards the memory of the process until then. Other tensors are left alone.
+    Until then the pages of a mapping count as memory of the process. Tensors outside of mapped files are left alone.
     """
     try:
         with open("/proc/self/maps") as maps:
@@ -232,7 +232,7 @@ def drop_pages(tensors: Sequence[Tensor]) -> None:
         stop = start + tensor.numel() * tensor.element_size()
         mapping_start, mapping_stop = mappings[bisect_right(mappings, (start, math.inf)) - 1]
         if mapping_start <= start < stop <= mapping_stop:
-            # madvise takes whole pages. Elements beside the tensor are read from the file again if they are needed.
+            # madvise takes whole pages. Elements beside the tensor are read from the file again when needed.
             start -= start % mmap.PAGESIZE
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
@@ -262,7 +262,7 @@ def temporary_path(path: Path) -> Path:
 def replace(temporary: Path, path: Path, *, check: Callable[[], None] = lambda: None) -> None:
     """Sync a file or folder that was written under a temporary name, and rename it to its name.
 
-    The rename is on the disk when the folder above is synced, too (:func:`fsync_folder`).
+    The rename itself is on the disk once the folder above is synced as well (:func:`fsync_folder`).
 
     Args:
         temporary: The file, or the folder, with everything in it.
@@ -297,7 +297,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     with exclusive(path.with_name(f".{path.name}.lock"), busy) as is_locked:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointError(f"{path}: is a file, or already holds something; name a new folder")
-        # What killed processes left that made the same folder; without locks a living one may be writing it.
+        # Leftovers of killed processes that were making this folder. Without a lock, one may still be running.
         pattern = f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.tmp"
         for abandoned in path.parent.glob(pattern) if is_locked else ():
             shutil.rmtree(abandoned, ignore_errors=True)
@@ -326,7 +326,7 @@ def make_folder(folder: Path) -> None:
             missing.append(parent)
             parent = parent.parent
         if not os.path.ismount(parent):
-            # A save that was killed may have made this folder without syncing the one above, which is then readable.
+            # A killed save may have made this folder without syncing the one above; not if that one cannot be read.
             with contextlib.suppress(PermissionError):
                 fsync_folder(parent.parent)
         for path in reversed(missing):
@@ -353,7 +353,7 @@ def unlink(path: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(path: Path, busy: str) -> Iterator[bool]:
-    """Lock a file for this process without waiting, and remove it in the end.
+    """Lock a file for this process without waiting, and remove it at the end.
 
     The lock ends with the block, whatever is raised in it, and with the process.
 
@@ -362,7 +362,7 @@ def exclusive(path: Path, busy: str) -> Iterator[bool]:
         busy: The error if another process, or another block of this one, holds the lock.
 
     Yields:
-        Whether it is locked: some file systems have no locks.
+        Whether it is locked; ``False`` on a file system without locks.
 
     Raises:
         CheckpointError: If it is locked, or cannot be made.

@@ -6,8 +6,8 @@ numbers, so its size does not grow with the number of ranks. A file has an entry
 rank; the file of the group's first rank describes the group's parameters, each with its slice of the full tensor. The
 record consists of numbers, strings, lists and dicts, which torch loads with ``weights_only``.
 
-Every save has a random id, which is in each rank's files: files of two saves are not read together, even if both are of
-the same step.
+Every save has a random id, which is in each rank's files, so that files of two saves are never read together, even if
+both are of the same step.
 """
 
 from __future__ import annotations
@@ -157,11 +157,11 @@ def _refuse_overlaps(partition: int, placements: Sequence[tuple[str, Placement]]
 
 
 def save_of(content: object) -> str | None:
-    """Return the id of the save that a file of DeepSpeed is of; ``None`` if another optimizer saved it."""
+    """Return the id of the save that one of DeepSpeed's files belongs to; ``None`` if another optimizer saved it."""
     if not isinstance(content, Mapping):
         return None
     for key in ("optimizer_state_dict", "base_optimizer_state", "optimizer"):
-        # Descends through the wrappers of the optimizer to its state dict.
+        # Descend through the wrappers of the optimizer to its state dict.
         if isinstance(content.get(key), Mapping) and SAVE_KEY not in content:
             return save_of(content[key])
     record = content.get(RECORD_KEY)
@@ -183,7 +183,7 @@ def read_records(
         ``state_dict()`` that are not the names of their parameters.
 
     Raises:
-        CheckpointError: If something is no record, or describes what is impossible.
+        CheckpointError: If something is not a record, or describes what is impossible.
     """
     first_content = contents[0]
     if isinstance(first_content, Mapping) and "missing" in first_content:
@@ -205,7 +205,7 @@ def read_records(
     with refusing(refusal):
         for number, record in enumerate(records):
             for group in record.groups:
-                # Two files that are of one rank of one group are of different saves, or one was copied.
+                # Two files of the same rank of a group are of different saves, or one is a copy.
                 first_number, _ = groups.setdefault(group.name, {}).setdefault(group.rank, (number, group))
                 if first_number != number:
                     raise ValueError(
@@ -308,8 +308,8 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
             name=Scope.among(members, group_rank).name,
             rank=group_rank,
             world_size=len(members),
-            # One description is enough where a placement says what every rank has. At stage 0 any file may be read
-            # alone. Members would grow with the ranks; the reader counts the files.
+            # The first rank's file is enough, as a placement says what every rank has; but at stage 0 any file may be
+            # read alone. The members are left out, since they grow with the ranks: the reader counts the files.
             parameters=tuple(
                 replace(parameter.metadata().with_state({}, 0), members=())
                 for parameter in sorted(parameters, key=lambda p: position[p.local_name])
@@ -338,9 +338,9 @@ def _weight_keys(state: LiveState) -> dict[str, str]:
     for parameter in state.parameters.values():
         address = _address(parameter.local_partition.tensor)
         # Experts that have another number in the full model have files of their own, with that number in the keys.
-        is_renamed = parameter.name == parameter.local_name and address in key_by_address
-        # Of the keys of a tied weight its name is one.
-        if is_renamed and (parameter.name not in weights or _address(weights[parameter.name]) != address):
+        is_in_weights = parameter.name == parameter.local_name and address in key_by_address
+        # A tied weight has several keys, and one of them may be its name.
+        if is_in_weights and (parameter.name not in weights or _address(weights[parameter.name]) != address):
             keys[parameter.name] = key_by_address[address]
     return keys
 

@@ -1,10 +1,10 @@
 """Load full parameters and optimizer state into a running engine, at any ZeRO stage and on any number of ranks.
 
 First all ranks check together everything that can be wrong. Only then do they change anything: the settings, which are
-put back if one rank cannot set them, and then the partitions, which each rank fills with its own fragments.
+put back if one rank cannot set them, and then the partitions, in which each rank fills its own fragments.
 
-Settings are those of the param groups, which pass the checks of ``optimizer.params``; the counters; the loss scale; and
-the schedule, which must fit the scheduler of the engine.
+The settings are those of the param groups, which must pass the checks of ``optimizer.params``; the counters; the loss
+scale; and the schedule, which must fit the engine's scheduler.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from deepspeed_muon.checkpoint.parameters import (
     require_checkpointable,
 )
 from deepspeed_muon.config.settings import GroupSettings, MuonConfig, checked_group_settings
+from deepspeed_muon.config.values import plain
 from deepspeed_muon.errors import CheckpointError, ConfigError, MuonError
 from deepspeed_muon.logs import listed, logger, warn
 from deepspeed_muon.optimizer import Muon
@@ -64,9 +65,9 @@ from deepspeed_muon.transport.ranks import all_ranks
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 
-# Counters of schedulers, of torch and of DeepSpeed; -1 before the first step.
+# The counters of torch's and DeepSpeed's schedulers; -1 before the first step.
 _SCHEDULER_COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
-# Schedulers of torch that compute their rates from the count of steps, without the method _get_closed_form_lr.
+# Schedulers of torch whose get_lr() computes the rates from the count of steps, and that have no _get_closed_form_lr.
 _CLOSED_FORM = (
     torch.optim.lr_scheduler.LambdaLR,
     torch.optim.lr_scheduler.OneCycleLR,
@@ -97,7 +98,7 @@ def restore(
             ``engine.load_checkpoint`` does. If unset, those of the configuration are kept, and the schedule continues
             with them from the saved count. They are always kept if the set was converted from another optimizer.
         progress: Restore step counters, scheduler and loss scale too.
-        scheduler: With ``progress``, restore the scheduler too. Unset it to continue with another schedule.
+        scheduler: With ``progress``, restore the scheduler as well. Unset it to continue with another schedule.
         allow_nonfinite: Also restore a state that holds infinities or NaN.
 
     Returns:
@@ -209,7 +210,7 @@ def _compare_parameters(state: LiveState, source: ConsolidatedSource, with_state
             problems.append(
                 f"parameter {name} has shape {list(live.shape)}, in the checkpoint {list(saved.shape)} ({file})"
             )
-        # Another optimizer's AdamW state becomes Muon's: its first moment is a moving average of the gradient, too.
+        # Another optimizer's AdamW state becomes Muon's: its first moment is a moving average of the gradient as well.
         elif (
             with_state and saved.algorithm != live.algorithm and (live.algorithm == "adamw" or not is_foreign)
         ):
@@ -283,11 +284,11 @@ class _RestorePlan:
     """What a restore will write. All that can fail is done: checks, look-ups and allocations.
 
     Attributes:
-        state: Of the engine.
+        state: The state of the engine.
         source: Where the tensors are read from.
         take_rates: Whether param groups and schedule take the saved rates.
         progress: Counters, schedule and loss scale to set; ``None`` leaves them as they are.
-        scheduler: Whether to set the schedule, too.
+        scheduler: Whether the schedule is one of them.
         steps: Step count by partition; empty if only masters are restored.
         new_tensors: By partition and key: tensors that the optimizer's state does not have yet.
         writes: Parameter, key and the flat tensor of this rank's partition to write to.
@@ -304,7 +305,7 @@ class _RestorePlan:
         scheduler: bool,
         with_state: bool,
     ) -> None:
-        """Make the plan; the engine is not changed. ``with_state``: of momentum and moments, not the masters alone."""
+        """Make the plan; the engine is not changed. Without ``with_state`` it is one for the masters alone."""
         self.state, self.source = state, source
         self.take_rates, self.progress, self.scheduler = take_rates, progress, scheduler
         # 1. The tensors.
@@ -418,8 +419,8 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
     """Return the saved settings for each live param group: those on which all its parameters agree.
 
     Args:
-        state: Of the engine.
-        index: Of the checkpoint.
+        state: The state of the engine.
+        index: The index of the checkpoint.
         where: The checkpoint, for errors.
 
     Raises:
@@ -441,7 +442,7 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         matching = [n for n in sorted(origins) if index.groups[n].get("algorithm", algorithm) == algorithm]
         candidates = [checked_groups[origin] for origin in matching]
         keys = group.keys() & (set.intersection(*map(set, candidates)) if candidates else set())
-        # These betas may be AdamW's, which a momentum schedule of torch would write into Muon's momentum.
+        # These betas may be AdamW's, and a schedule of torch that cycles betas would write them into Muon's momentum.
         if algorithm == "muon" and any("algorithm" not in index.groups[origin] for origin in matching):
             keys.discard("betas")
         settings[number] = {}
@@ -598,7 +599,7 @@ class SettingsSnapshot:
         self._bound_engine = bound_engine_of(optimizer)
         self._counters, self._loss_scale = self._bound_engine.counters(), self._bound_engine.loss_scale()
         self._scheduler = engine.lr_scheduler
-        # Both: the attributes include what a state_dict() leaves out, the state copies what the attributes refer to.
+        # Both are needed: the attributes have what a state_dict() leaves out, the state copies what they refer to.
         self._scheduler_attributes = dict(getattr(self._scheduler, "__dict__", {}))
         self._scheduler_state: Any = None
         if self._scheduler is not None and hasattr(self._scheduler, "state_dict"):
@@ -660,19 +661,17 @@ class SettingsSnapshot:
             self._scheduler.__dict__.clear()
             self._scheduler.__dict__.update(self._scheduler_attributes)
         if self._scheduler_state is not None:
-            # What the attributes refer to, such as the schedulers inside a SequentialLR, may have been changed too.
+            # What the attributes refer to, such as the schedulers in a SequentialLR, may have changed as well.
             self._scheduler.load_state_dict(self._scheduler_state)
         for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
-            # Keys that the load has added.
-            for key in group.keys() - settings.keys() - {"params"}:
+            for key in group.keys() - settings.keys() - {"params"}:  # the load has added them
                 del group[key]
             group.update(settings)
 
 
 def _as_json(value: object) -> Any:
     """Return a setting as JSON would hold it, for comparison and display."""
-    if isinstance(value, torch.Tensor):
-        return value.item()
+    value = plain(value)
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -718,8 +717,7 @@ def _write_state(plan: _RestorePlan) -> None:
                 ) from caught
     except CheckpointError:
         if interrupt is not None:
-            # An interrupt of this rank: the other ranks raise the CheckpointError.
-            raise interrupt from None
+            raise interrupt from None  # on this rank; the other ranks raise the CheckpointError
         raise
     # 2. New tensors and step counts, into the optimizer's state.
     tensors = {p.partition: p.local_partition.tensor for p in state.parameters.values()}
@@ -748,7 +746,7 @@ def _write_partitions(plan: _RestorePlan) -> None:
             if saved_key in saved.tensor_keys:
                 read_fragment(plan.source, parameter.slice_of(key), saved_key, fragment, flat)
             else:
-                # State that the saved run did not have, such as that of another variant.
+                # The saved run did not have this state: it had another variant, or the parameter had taken no step.
                 flat.narrow(0, fragment.partition_offset, fragment.numel).zero_()
         if key not in plan.new_tensors.get(parameter.partition, ()):
             plan.state.write_back(parameter.local_partition, key, flat)
@@ -785,7 +783,7 @@ def read_fragment(
                 elements.copy_(values)
 
 
-# ---- which set a folder means ------------------------------------------------------------------------------
+# ---- the set that a folder stands for ----------------------------------------------------------------------
 
 
 def universal_set(folder: Path) -> Path:
@@ -801,7 +799,7 @@ def universal_set(folder: Path) -> Path:
 def find_consolidated(folder: Path) -> Path:
     """Return the folder with the index: ``folder`` itself, or one inside a DeepSpeed checkpoint.
 
-    If the tag that ``latest`` names has no set, it is the newest complete set of all tags.
+    If the tag that ``latest`` names has no set, the newest complete set of any tag is taken.
     """
     with refusing(f"{str(folder)!r}"):
         require_folder(folder)
