@@ -137,7 +137,7 @@ def facts() -> dict[str, Any]:
     hooks, patching, views = (sys.modules.get(f"deepspeed_muon.engine.{name}") for name in modules)
     if hooks is None or patching is None or views is None:
         raise SystemExit(guard)
-    texts = {patching.name_of(*each): patching.source_of(*each) for each in hooks.followed_functions()}
+    texts = {patching.name_of(*each): patching.source_of(*each) for each in hooks.watched_functions()}
     for wrapper, view in views.WRAPPERS.items():
         classes = (each for each in wrapper.__mro__ if each.__module__.startswith("deepspeed."))
         code = "".join(map(inspect.getsource, classes))

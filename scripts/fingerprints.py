@@ -89,7 +89,7 @@ def facts() -> dict[str, Any]:
 
     from deepspeed_muon.engine import hooks, patching
 
-    functions = hooks.followed_functions()
+    functions = hooks.watched_functions()
     return {
         "release": Version(deepspeed.__version__).base_version,
         "functions": {patching.name_of(*pair): patching.digest_of(*pair) for pair in functions},

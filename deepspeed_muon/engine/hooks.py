@@ -5,10 +5,10 @@ with another optimizer they call DeepSpeed's own function with the same argument
 may exist on some of the ranks only.
 
 :data:`ENGINE_HOOKS` are replaced in one engine whose optimizer is ours, and in the wrapper around it. They disappear
-with the engine. Those that exist for a defect of DeepSpeed are in :mod:`deepspeed_muon.engine.workarounds`, and
-hook themselves.
+with the engine. Those that exist because of a defect of DeepSpeed are listed in
+:mod:`deepspeed_muon.engine.workarounds`.
 
-Changed elsewhere: where there is no wrapper yet, for the length of one call only, or in what a wrapper refers to:
+Some things are replaced elsewhere: before there is a wrapper, during one call only, or in objects of the wrapper:
 
 - the engine's ``zero_force_ds_cpu_optimizer``, the wrapper's ``backup_optimizer``, the classes that ZeRO's modules
   compare an optimizer with, ``DeepSpeedCPUAdam`` and ``FusedAdam``, and the functions by which stage 3 moves the
@@ -57,12 +57,12 @@ from deepspeed_muon.engine import (
     workarounds,
 )
 from deepspeed_muon.engine.patching import (
-    Followed,
     Hook,
     Original,
+    WatchedFunction,
+    fingerprints,
     name_of,
     replace_method,
-    table,
     warn_of_unknown,
 )
 from deepspeed_muon.engine.views import (
@@ -87,7 +87,7 @@ def _configure_optimizer(
     """Make and bind the optimizer of an engine, then replace what a bound one needs."""
     result = configure.configure_optimizer(original, engine, client_optimizer, *args, **kwargs)
     if muon_of(engine) is not None:
-        warn_of_unknown(followed_functions)
+        warn_of_unknown(watched_functions)
         hook_engine(engine)
     elif (
         "_deepspeed_muon_switch" in sys.modules
@@ -108,16 +108,16 @@ OLDEST = "0.19.2"
 
 # Above each row: what would be wrong without it.
 HOOKS = (
-    # DeepSpeed's broadcast aborts or hangs if the ranks' models differ. Ours compares them first. And it takes neither
-    # scalars nor weights of other strides (channels_last).
+    # DeepSpeed's broadcast aborts or hangs if the ranks' models differ, and fails for scalars and for weights of other
+    # strides (channels_last).
     Hook(DeepSpeedEngine, "_broadcast_model", configure.broadcast_model),
     # The type Muon would make DeepSpeed's own optimizer. It would communicate before anybody compares the ranks'
     # settings, and our optimizer would not be bound to the wrapper.
     Hook(DeepSpeedEngine, "_configure_optimizer", _configure_optimizer),
-    # Ranks that differ in what AutoEP goes by would make other process groups and wait for each other.
+    # Ranks with different settings of AutoEP would make different process groups and wait for each other.
     Hook(DeepSpeedEngine, "_configure_expert_parallel", configure.configure_expert_parallel),
-    # Schedulers that write one number into every group would lose the ratio of Muon's rate and AdamW's. And the
-    # schedule is the last thing that restore_from fills, so it is loaded here.
+    # Schedulers that write one number into every group would lose the ratio of Muon's rate to AdamW's. And
+    # restore_from would not be read: it needs the schedule, which is made last.
     Hook(DeepSpeedEngine, "_configure_lr_scheduler", running.configure_lr_scheduler),
     # DeepSpeed's converter knows Adam's state only.
     Hook(ds_to_universal, "main", checkpointing.convert),
@@ -125,7 +125,7 @@ HOOKS = (
 
 
 ENGINE_HOOKS = (
-    # Defects of DeepSpeed that every optimizer has. A later row for the same method calls the earlier one.
+    # Defects of DeepSpeed, whatever the optimizer. A later row for the same method calls the earlier one.
     *workarounds.HOOKS,
     # The ranks would not exchange the status of all gradients once, before the first partition is updated.
     Hook((View,), "step", step.step),
@@ -134,12 +134,12 @@ ENGINE_HOOKS = (
     # The host would wait for the device again to look at the norm, at ZeRO 1 and 2 once more for each param group.
     Hook((Zero3View,), "_get_norm_groups", step.norm_groups),
     Hook((Zero12View,), "scaled_global_norm", step.global_norm),
-    # Nobody would know the norms of Muon's and of AdamW's gradients: DeepSpeed combines those of all partitions, and
-    # reads one gradient after another.
+    # The norms of Muon's and of AdamW's gradients would not be known, as DeepSpeed combines those of all partitions;
+    # and it reads one gradient after another.
     Hook((ZeroView,), "get_grad_norm_direct", step.norm_at_once),
     Hook((ZeroView,), "complete_grad_norm_calculation_for_cpu_offload", step.partition_norm),
-    # Samples of a step would not have all of it, the wait for other ranks would have no bound, and AdamW's rate would
-    # not be in the monitor.
+    # A sample would not cover the whole step, the wait for other ranks would have no limit, and the monitor would not
+    # show AdamW's rate.
     Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
     # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
     Hook((ZeroView,), "offload_states", offload.offload_states),
@@ -149,9 +149,9 @@ ENGINE_HOOKS = (
     Hook((ZeroView, Bf16View), "_load_universal_checkpoint", checkpointing.load_universal_checkpoint),
     # consolidate_on_save would write nothing, and the files of two saves of one step could not be distinguished.
     Hook(DeepSpeedEngine, "save_checkpoint", checkpointing.save_checkpoint),
-    # Files of two saves would be loaded together. Where another optimizer, stage, number of ranks, order or other
-    # routes saved, DeepSpeed would fill matrices with each other's values, or fail on some ranks without the cause.
-    # And it changes counters and schedule before a universal checkpoint can be refused.
+    # Files of two saves would be loaded together. A checkpoint of another optimizer, stage, number of ranks, order or
+    # of other routes would fill matrices with each other's values, or fail on some ranks without naming the cause. And
+    # DeepSpeed changes counters and schedule before a universal checkpoint can be refused.
     Hook(DeepSpeedEngine, "load_checkpoint", checkpointing.load_checkpoint),
 )  # fmt: skip
 """Above each row: what would be wrong without it."""
@@ -167,7 +167,7 @@ _CALLED = (
     (fused_adam, ("FusedAdam",)),
 )
 
-# Functions whose order of calls, or whose result, replaced ones take for granted.
+# Functions whose result or order of calls the replacements take for granted.
 _RELIED_ON = (
     (
         DeepSpeedEngine,
@@ -214,14 +214,14 @@ def register() -> None:
     if missing := missing_functions():
         raise InstallationError(
             f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}. Tested are "
-            f"{', '.join(table()['releases'])}: install one of them, or a newer deepspeed_muon"
+            f"{', '.join(fingerprints()['releases'])}: install one of them, or a newer deepspeed_muon"
         )
     for hook in HOOKS:
         original = getattr(hook.owner, hook.attribute)
         replacement = _replacement(original, hook.function)
         setattr(hook.owner, hook.attribute, replacement)
         _INSTALLED[hook] = original, replacement
-    # An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules hold the list.
+    # An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules refer to the same list.
     ZERO_SUPPORTED_OPTIMIZERS.append(Muon)
     DEEPSPEED_OPTIMIZERS.append(OUR_TYPE)
 
@@ -253,11 +253,11 @@ def unregister() -> None:
         DEEPSPEED_OPTIMIZERS.remove(OUR_TYPE)
 
 
-def followed_functions() -> list[Followed]:
+def watched_functions() -> list[WatchedFunction]:
     """Return the functions of DeepSpeed whose bodies matter: replaced, called or relied on, those that exist."""
-    followed = [*_needed_functions(), *_pairs(_RELIED_ON)]
-    followed += _pairs((wrapper, sorted(read_by(view))) for wrapper, view in WRAPPERS.items())
-    return [pair for pair in dict.fromkeys(followed) if inspect.isroutine(getattr(*pair, None))]
+    watched = [*_needed_functions(), *_pairs(_RELIED_ON)]
+    watched += _pairs((wrapper, sorted(read_by(view))) for wrapper, view in WRAPPERS.items())
+    return [pair for pair in dict.fromkeys(watched) if inspect.isroutine(getattr(*pair, None))]
 
 
 def missing_functions() -> list[str]:
@@ -265,7 +265,7 @@ def missing_functions() -> list[str]:
     return [name_of(*pair) for pair in _needed_functions() if not hasattr(*pair)]
 
 
-def _needed_functions() -> list[Followed]:
+def _needed_functions() -> list[WatchedFunction]:
     """Return the functions that some engine replaces, and those that are called."""
     replaced = [(owner, hook.attribute) for hook in ENGINE_HOOKS for owner in hook.classes()]
     return list(
@@ -273,7 +273,7 @@ def _needed_functions() -> list[Followed]:
     )
 
 
-def _pairs(rows: Iterable[tuple[Any, Iterable[str]]]) -> list[Followed]:
+def _pairs(rows: Iterable[tuple[Any, Iterable[str]]]) -> list[WatchedFunction]:
     return [(owner, name) for owner, names in rows for name in names]
 
 
@@ -293,6 +293,6 @@ def hook_engine(engine: DeepSpeedEngine) -> None:
         nvme.replace_in_swapper(view)
     for workaround in workarounds.NEEDED:
         workaround.prepare(engine, view)
-    # All conditions are asked before anything is replaced.
+    # A list: all conditions are asked before anything is replaced.
     for hook in [hook for hook in ENGINE_HOOKS if hook.is_needed_by(view)]:
         replace_method(engine if hook.owner is DeepSpeedEngine else wrapper, hook)

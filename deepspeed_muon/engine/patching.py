@@ -4,10 +4,9 @@ A :class:`Hook` names a function of DeepSpeed and the function that is called in
 of DeepSpeed, with the hooks that exist for it alone.
 
 ``fingerprints.json`` has the digest of every function of DeepSpeed that this package replaces, calls or relies on, for
-each tested release; ``scripts/fingerprints.py`` writes it. A new release that keeps names and parameters, and changes
-what a function does, would otherwise go unnoticed. The digest is that of the text: Python's own representations of a
-function (bytecode, syntax tree, tokens) differ between its versions. A release in which only a comment changed is
-warned of, too.
+each tested release; ``scripts/fingerprints.py`` writes it. Otherwise a new release that keeps names and parameters but
+changes what a function does would go unnoticed. The digest is that of the source text, since Python's representations
+of a function (bytecode, syntax tree, tokens) differ between its versions. So even a changed comment is warned of.
 """
 
 from __future__ import annotations
@@ -82,9 +81,9 @@ class Workaround:
     Attributes:
         defect: What DeepSpeed does wrong.
         test: Fails without the workaround.
-        fixed_in: The first release that was seen to be right. ``None`` while all supported ones have the defect; later
-            releases count as having it, too.
-        hooks: What is replaced. One that several workarounds have is installed once, and asks :attr:`is_needed`.
+        fixed_in: The first release that was seen to be right; ``None`` if there is none, and later releases are taken
+            to have the defect as well.
+        hooks: What is replaced. A hook of several workarounds is installed once, and asks :attr:`is_needed` itself.
         calls: Private functions of DeepSpeed that are called and not replaced.
         before_wrapping: Changes this rank's model before the ranks compare what DeepSpeed is about to wrap.
         prepare: Changes a bound engine before the conditions of its hooks are asked.
@@ -127,18 +126,18 @@ def replace_method(owner: object, hook: Hook) -> None:
 
 # ---- fingerprints ----
 
-TABLE = Path(__file__).with_name("fingerprints.json")
+FINGERPRINTS = Path(__file__).with_name("fingerprints.json")
 
-Followed: TypeAlias = tuple[Any, str]
-"""A class or module of DeepSpeed, and the name of a function in it."""
+WatchedFunction: TypeAlias = tuple[Any, str]
+"""A class or module of DeepSpeed, and the name of a function in it whose changes matter."""
 
 
-class Table(TypedDict):
+class Fingerprints(TypedDict):
     """What ``fingerprints.json`` holds.
 
     Attributes:
         releases: The tested releases, the oldest first.
-        functions: What :func:`name_of` calls a function to its digests, each by the first release that has it.
+        functions: Name of a function (:func:`name_of`) to its digests, each by the first release that has it.
     """
 
     releases: list[str]
@@ -146,24 +145,24 @@ class Table(TypedDict):
 
 
 @functools.cache
-def table() -> Table:
+def fingerprints() -> Fingerprints:
     """Return the digests of the tested releases."""
-    content: Table = json.loads(TABLE.read_text())
+    content: Fingerprints = json.loads(FINGERPRINTS.read_text())
     return content
 
 
 @functools.cache
-def warn_of_unknown(followed: Callable[[], Iterable[Followed]]) -> None:
+def warn_of_unknown(watched: Callable[[], Iterable[WatchedFunction]]) -> None:
     """Warn, once in a process and on the first rank, of functions that no tested release has.
 
     Args:
-        followed: Returns the functions.
+        watched: Returns the functions.
     """
     if dist.is_initialized() and dist.get_rank():
         return
-    functions = list(followed())
+    functions = list(watched())
     if names := unknown(functions):
-        releases = table()["releases"]
+        releases = fingerprints()["releases"]
         warn(
             "deepspeed_muon: DeepSpeed %s was not tested, and %d of the %d functions that are replaced or relied on "
             "are those of no tested release (%s): %s. Training may differ in silence: install a tested release or a "
@@ -176,12 +175,12 @@ def warn_of_unknown(followed: Callable[[], Iterable[Followed]]) -> None:
         )
 
 
-def unknown(followed: Iterable[Followed]) -> list[str]:
+def unknown(watched: Iterable[WatchedFunction]) -> list[str]:
     """Return the names of functions that are not those of any tested release."""
-    tested = table()["functions"]
+    tested = fingerprints()["functions"]
     return [
         name_of(*function)
-        for function in followed
+        for function in watched
         if digest_of(*function) not in tested.get(name_of(*function), {}).values()
     ]
 
@@ -192,10 +191,10 @@ def name_of(owner: type | ModuleType, name: str) -> str:
 
 
 def function_of(owner: object, name: str) -> Any:
-    """Return a function of DeepSpeed as it is written there, under what replaces and decorates it; ``None`` if none."""
+    """Return a function of DeepSpeed as it is written there, without replacements and decorators; ``None`` if none."""
     attribute: Any = getattr(owner, name, None)
     function = inspect.unwrap(attribute)
-    # DeepSpeed's decorator for NVTX ranges hides it in a closure. The class is a prefix of names with two underscores.
+    # DeepSpeed's decorator for NVTX ranges hides it in a closure. Names with two underscores begin with the class's.
     cells = getattr(function, "__closure__", None) or ()
     hidden = (inspect.unwrap(cell.cell_contents) for cell in cells)
     return next((inner for inner in hidden if name.endswith(getattr(inner, "__name__", "") or "?")), function)

@@ -19,15 +19,15 @@ from tests.support.native_ops import REPOSITORY
 
 @pytest.mark.compat
 def test_the_table_has_every_function_of_the_installed_release() -> None:
-    followed = hooks.followed_functions()
-    assert patching.unknown(followed) == []
-    table = patching.table()
+    watched = hooks.watched_functions()
+    assert patching.unknown(watched) == []
+    table = patching.fingerprints()
     release = table["releases"].index(deepspeed.__version__.partition("+")[0])
-    for owner, name in followed:
+    for owner, name in watched:
         row = table["functions"][patching.name_of(owner, name)]
         digests = [digest for first, digest in row.items() if table["releases"].index(first) <= release]
         assert patching.digest_of(owner, name) in digests, name
-    names = {patching.name_of(*function) for function in followed}
+    names = {patching.name_of(*function) for function in watched}
     for hook in (*HOOKS, *ENGINE_HOOKS):
         owners = [hook.owner] if hook in HOOKS else hook.classes()
         assert {f"{owner.__name__}.{hook.attribute}" for owner in owners} <= names
@@ -40,12 +40,12 @@ def test_the_releases_of_the_table_were_tested() -> None:
         for key, result in results.items()
         if result["as expected"] and result["outcome"] != "refused"
     }
-    assert set(patching.table()["releases"]) <= trained
+    assert set(patching.fingerprints()["releases"]) <= trained
 
 
 def test_all_that_is_called_is_followed() -> None:
-    """A name in the lists that no tested release has would be followed by nobody."""
-    rows = patching.table()["functions"]
+    """A name in the lists that no tested release has would be watched by nobody."""
+    rows = patching.fingerprints()["functions"]
     for owner, names in hooks._RELIED_ON:
         for name in names:
             assert patching.name_of(owner, name) in rows
@@ -80,4 +80,4 @@ def test_changed_functions_are_named_once(tmp_path: Path) -> None:
         "DeepSpeedZeroOptimizer.reset_cpu_buffers",
     }
     assert f"DeepSpeed {deepspeed.__version__} was not tested" in message
-    assert all(release in message for release in json.loads(patching.TABLE.read_text())["releases"])
+    assert all(release in message for release in json.loads(patching.FINGERPRINTS.read_text())["releases"])

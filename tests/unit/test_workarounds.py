@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from deepspeed_muon.engine import patching
 from deepspeed_muon.engine.hooks import ENGINE_HOOKS
-from deepspeed_muon.engine.patching import Workaround, table
+from deepspeed_muon.engine.patching import Workaround, fingerprints
 from deepspeed_muon.engine.workarounds import LOOKED_AT, WORKAROUNDS
 from tests.support.native_ops import REPOSITORY
 
@@ -17,7 +17,7 @@ def test_the_newest_release_was_checked() -> None:
 
     ``scripts/planted_defects.py --workarounds`` runs each test without its workaround.
     """
-    assert table()["releases"][-1] == LOOKED_AT
+    assert fingerprints()["releases"][-1] == LOOKED_AT
 
 
 @pytest.mark.parametrize("workaround", WORKAROUNDS.values(), ids=WORKAROUNDS)
