@@ -10,10 +10,10 @@ import os
 import secrets
 import shlex
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 from unittest import mock
 
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -48,15 +48,29 @@ from deepspeed_muon.step.loading import settings_to_load
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
 
-_Difference: TypeAlias = tuple[set[str], set[str], set[str], bool]
-"""Names in a rank's file, names in its engine, a line for each changed route, and whether any placement changed."""
 _ONE_SAVE = (
     "a save was killed, or files were mixed: load another tag, or copy all files of one save into the folder"
 )
 
 
+class _Difference(NamedTuple):
+    """How a rank's file differs from its engine.
+
+    Attributes:
+        saved: Names of the parameters that the file describes.
+        live: Names of the engine's parameters; empty if the file describes none.
+        rerouted: A line for each parameter that had another route.
+        moved: Whether any parameter has another placement.
+    """
+
+    saved: Set[str] = frozenset()
+    live: Set[str] = frozenset()
+    rerouted: Set[str] = frozenset()
+    moved: bool = False
+
+
 def convert(original: Original, args: argparse.Namespace, *more: object, **kwargs: object) -> None:
-    """Refuse a checkpoint of ours, which DeepSpeed's converter cannot read; it gets all others, also damaged ones."""
+    """Refuse a checkpoint of ours, which DeepSpeed's converter cannot read; it gets all others, damaged ones too."""
     if is_ours(args.input_folder):
         paths = shlex.join(("--input_folder", args.input_folder, "--output_folder", args.output_folder))
         raise CheckpointError(
@@ -97,10 +111,10 @@ def save_checkpoint(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Save by DeepSpeed's method, with a random id of this save in the files of every rank; the first rank draws it.
+    """Save by DeepSpeed's method, with a random id of this save in the files of every rank.
 
-    The consolidated set is written first, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that
-    it never names a tag whose set is not complete.
+    The consolidated set, if the configuration asks for one, is written first: DeepSpeed writes ``latest`` last, which
+    therefore never names a tag whose set is incomplete.
     """
     # 1. the consolidated set, and the folder of the tag
     optimizer = engine.basic_optimizer
@@ -115,7 +129,7 @@ def save_checkpoint(
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
         refuse_unusable(optimizer.param_groups, optimizer.config, {})
         if save_dir:
-            # Where it cannot be made DeepSpeed's first rank raises, and the others wait for it.
+            # If it cannot be made, DeepSpeed's first rank raises alone, and the others wait for it.
             make_folder(folder)
         prepare_save(engine, folder, save_id)
     # 3. DeepSpeed's save
@@ -127,15 +141,15 @@ def save_checkpoint(
 
 
 def _settings_alone(optimizer: Any, _: object) -> tuple[object, ...]:
-    """Pickle only the settings: a schedule that is part of the saved one refers to the optimizer for its rates."""
+    """Pickle only the settings: a schedule inside the saved one refers to the optimizer for its rates."""
     groups = [{key: group[key] for key in group.keys() - {"params"}} for group in optimizer.param_groups]
     return types.SimpleNamespace, (), {"param_groups": groups, "step": None}
 
 
 def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
-    """Load, unless all ranks agree that it is no save of this run; say which settings it replaced.
+    """Load, unless the ranks find that the checkpoint does not fit this run; say which settings it replaced.
 
-    DeepSpeed sets counters and schedule first: they are put back if a universal checkpoint is refused.
+    DeepSpeed sets counters and schedule first; they are put back if a universal checkpoint is refused.
     """
     # 1. what is asked for, whether by position or by name
     call = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs)
@@ -159,8 +173,8 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
     load_state_dict = optimizer.load_state_dict
 
     def load_on_all_ranks(state_dict: dict[str, Any]) -> None:
-        # A rank that raises alone would leave the others waiting in DeepSpeed's next collective.
-        # Of ranks that load in turn, the next one does not get here before this one has loaded.
+        # A rank that raises alone would leave the others waiting in DeepSpeed's next collective. Ranks that load in
+        # turn cannot wait for each other here.
         ranks = Ranks() if engine._config.zero_config.pipeline_loading_checkpoint else optimizer.ranks
         with raise_on_all_ranks(CheckpointError, ranks=ranks), refusing("the optimizer state"):
             load_state_dict(state_dict)
@@ -215,13 +229,14 @@ def _tag_to_load(load_dir: str | os.PathLike[str], tag: object, latest: str) -> 
 def _check_native(
     engine: DeepSpeedEngine, load_dir: str | os.PathLike[str], given_tag: object, *, with_state: bool
 ) -> tuple[str | None, SavedTag | None]:
-    """Return the tag that DeepSpeed is to load and who saved it; raise on every rank if it does not fit on one.
+    """Return the tag that DeepSpeed is to load, and what saved it; raise on every rank if it does not fit on one.
 
-    The tag is ``None`` if ``latest`` names none, and its saver ``None`` if its files are not of DeepSpeed's usual form.
+    The tag is ``None`` if ``latest`` names none. What saved it is ``None`` if its files are not in DeepSpeed's usual
+    format.
     """
     ranks = optimizer_of(engine).ranks
     saved: SavedTag | None = None
-    difference: _Difference = set(), set(), set(), False
+    difference = _Difference()
     save_id: str | None = None
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
     with raise_on_all_ranks(CheckpointError, ranks=ranks) as agreed:
@@ -230,7 +245,7 @@ def _check_native(
         folder, tag = Path(load_dir), _tag_to_load(load_dir, given_tag, "latest")
         agreed.record("tag", tag)
         file = None
-        # Files of other checkpoint engines have forms of their own.
+        # Other checkpoint engines have other formats.
         if tag is not None and isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
             file = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None
             saved = identify_tag(folder / str(tag), file, load=load)
@@ -277,21 +292,19 @@ def _check_settings(engine: DeepSpeedEngine, saved: SavedTag) -> None:
 def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) -> None:
     """Raise on every rank if the file of one differs from its engine. Must be called by all ``ranks``."""
     of_ranks = ranks.all_gather(difference, purpose="check of a checkpoint").values()
-    # The file of a group's first rank describes its parameters, at stage 0 every file.
-    saved_names = set().union(*(names for names, *_ in of_ranks))
+    # The file of a group's first rank describes the group's parameters; at stage 0 every file does.
+    saved_names = set[str]().union(*(rank.saved for rank in of_ranks))
     missing = {
         f"parameter {name} is in the checkpoint, but not in the optimizer"
-        for names, live, *_ in of_ranks
-        for name in names - live
+        for rank in of_ranks
+        for name in rank.saved - rank.live
     }
     lines = missing | {
-        f"parameter {name} is not in the checkpoint"
-        for _, live, *_ in of_ranks
-        for name in live - saved_names
+        f"parameter {name} is not in the checkpoint" for rank in of_ranks for name in rank.live - saved_names
     }
     if lines:
         remedy = "take its weights alone with engine.load_checkpoint(..., load_optimizer_states=False)"
-        # From stage 2 on DeepSpeed looks for a parameter that is frozen now among those that were.
+        # From stage 2 on DeepSpeed looks for a parameter that is frozen now among those that were frozen then.
         if missing and saved.stage >= 2:
             script = saved.folder.parent / "zero_to_fp32.py"
             remedy = f"load the weights that {script} extracts into the model before deepspeed.initialize"
@@ -299,7 +312,7 @@ def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) 
             f"{saved.folder} is not a checkpoint of this model:\n{first_lines(lines)}\n"
             f"Make the model as the saved run did (with the same parameters frozen), or {remedy}"
         )
-    if rerouted := set().union(*(routes for _, _, routes, _ in of_ranks)):
+    if rerouted := set[str]().union(*(rank.rerouted for rank in of_ranks)):
         patterns = ", ".join(
             f'"{key}": {json.dumps(saved.record["optimizer"][key])}' for key in ("include", "exclude")
         )
@@ -308,7 +321,7 @@ def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) 
             f"{first_lines(rerouted)}\nSet {patterns} in optimizer.params, as that run had, or take its weights alone "
             f"with engine.load_checkpoint(..., load_optimizer_states=False)"
         )
-    if any(moved for *_, moved in of_ranks):
+    if any(rank.moved for rank in of_ranks):
         raise CheckpointError(
             f"{saved.folder}: the parameters have other offsets in its flat partitions than in this engine's: param "
             f"groups, matrices, sub_group_size, round_robin_gradients, the kind of device or (with row state) ns_steps "
@@ -319,7 +332,7 @@ def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) 
 def _save_id(
     engine: DeepSpeedEngine, folder: Path, tag: str, load: Callable[[Path], Any], *, with_state: bool
 ) -> str | None:
-    """Return the id of the save that this rank's files are of, ``None`` where another optimizer saved them.
+    """Return the id of the save that this rank's files belong to; ``None`` if another optimizer saved them.
 
     Raises:
         CheckpointError: If they are of different saves, or their optimizer state is not finite.
@@ -327,7 +340,7 @@ def _save_id(
     files = [engine._get_ckpt_name(str(folder), tag)]
     if with_state and engine.zero_optimization():
         files.append(engine._get_zero_ckpt_name(str(folder), tag))
-    elif with_state:  # of experts; else the state is in the file with the model
+    elif with_state:  # that of experts; the rest is in the model's file
         files += map(str, (folder / tag).glob("expp_rank_*_optim_states.pt"))
     # DeepSpeed's other writers have other formats.
     is_readable = isinstance(engine.checkpoint_engine, TorchCheckpointEngine)
@@ -336,7 +349,7 @@ def _save_id(
     if len(set(ids.values())) > 1:
         raise CheckpointError(f"{' and '.join(ids)} are of different saves: {_ONE_SAVE}")
     for file in readable if with_state else ():
-        # DeepSpeed calls load_state_dict, which refuses it too, after it has replaced the weights.
+        # load_state_dict refuses it as well, but DeepSpeed calls that after it has replaced the weights.
         refuse_nonfinite(load(Path(file)), file)
     return next(iter(ids.values()), None)
 
@@ -363,15 +376,15 @@ def _require_same_kind(engine: DeepSpeedEngine, saved: SavedTag) -> None:
 
 def _difference(engine: DeepSpeedEngine, saved: SavedTag) -> _Difference:
     """Compare this rank's file with its engine."""
-    # At stage 0 every rank looks at the first one's file, which may be of other layers.
+    # At stage 0 every rank looks at the first rank's file, which may have other layers.
     moved = bool(saved.stage) and saved.record.get("order") != order_of(optimizer_of(engine))
     rows_then, rows_now = saved.record.get("row_order"), row_order_of(optimizer_of(engine))
     # Another variant starts its row state anew.
     moved = moved or bool(saved.stage and rows_then and rows_now and rows_then != rows_now)
     try:
         live = collect(engine).parameters
-    except CheckpointError:  # of some parameter it is unknown which slice it is: only the order is compared
-        return set(), set(), set(), moved
+    except CheckpointError:  # it is unknown which slice some parameter is: only the order is compared
+        return _Difference(moved=moved)
     groups = saved.record.get("groups", ())
     entries = {entry["tensor_slice"]["name"]: entry for group in groups for entry in group["parameters"]}
     rerouted = set()
@@ -388,4 +401,4 @@ def _difference(engine: DeepSpeedEngine, saved: SavedTag) -> _Difference:
             replace(parameter.placement, replicas=0),
         )
         moved = moved or (entry["partition"], then) != (parameter.partition, now)
-    return set(entries), set(live) if entries else set(), rerouted, moved
+    return _Difference(set(entries), set(live) if entries else set(), rerouted, moved)

@@ -1,16 +1,16 @@
 """Offload to NVMe (stage 3): what DeepSpeed's swapper gets wrong, in steps and in checkpoints.
 
-**Steps with NVMe** (stage 3). DeepSpeed swaps one sub-group in, calls the optimizer, and swaps the sub-group out again.
-Sub-groups consist of complete parameters, so a step never needs two of them at once. Two things go wrong:
+**Steps.** DeepSpeed swaps one sub-group in, calls the optimizer, and swaps the sub-group out again. Sub-groups consist
+of complete parameters, so a step never needs two of them at once. Two things go wrong:
 
 - The gradient of a parameter that does not begin at a multiple of 128 elements of its partition is not read back, and
   no error says so: the disk is read without a cache, which needs aligned buffers. So no gradient is swapped here. All
   of them are in the buffer in which they were accumulated anyway, and a sub-group that is swapped in gets a copy.
 - With pipelining, masters and state keep referring to buffers of the swapper, which contain another sub-group by then.
-  A save would write that one to its files, and a load would read it.
+  A save would write that sub-group to its files, and a load would read it.
 
-**Checkpoints with NVMe.** Beside its usual files DeepSpeed saves a copy of each rank's swap files, and a load copies
-them back. Four things go wrong:
+**Checkpoints.** Besides its usual files DeepSpeed saves a copy of each rank's swap files, and a load copies them back.
+Four things go wrong:
 
 - A save into a folder that has such a copy raises, so that a killed run could never save the same tag again.
 - The first rank writes the tag to ``latest`` while other ranks are still copying.
@@ -19,9 +19,9 @@ them back. Four things go wrong:
   memory (small sub-groups, row state of variants, momentum of less than 32 bits) start anew. Swapped state is never
   read.
 
-So here a save first removes an earlier copy and writes a list of the swap files beside them, which is copied too. The
-ranks wait for each other before ``latest`` is written. A load checks the list before it changes anything, and reads the
-usual files afterwards.
+So here a save first removes an earlier copy and writes a list of the swap files beside them, which is copied as well.
+The ranks wait for each other before ``latest`` is written. A load checks the list before it changes anything, and reads
+the usual files afterwards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.step.loading import STATE_TENSORS
 
-# Lists the swap files of a save, among them.
+# The list of a save's swap files, beside them.
 _LIST = "deepspeed_muon.json"
 
 _SWAPS = attrgetter("swap_folder")
@@ -56,18 +56,18 @@ _SWAPS = attrgetter("swap_folder")
 
 
 def replace_in_swapper(view: Zero3View) -> None:
-    """Make the swapper of a wrapper leave gradients alone, and swap what it can keep of our state."""
-    # DeepSpeed would swap rows of variants with the length of the partition, and a bf16 momentum as fp32. After a load
-    # it would swap no state at all.
+    """Make the swapper of a wrapper leave gradients alone, and swap that part of our state that it can keep."""
+    # DeepSpeed would swap the row state of variants as if it had the partition's length, and a bf16 momentum as fp32.
+    # After a load it would swap no state at all.
     view.swapper.swap_out_gradients = lambda *_, **__: None
     view.swapper._get_state_tensors = functools.partial(_state_to_swap, view.optimizer)
 
 
 def _state_to_swap(optimizer: Muon, master: Any) -> list[Any]:
-    """Return the state of a partition that the swapper can keep: with the partition's dtype and length.
+    """Return the state tensors of a partition that the swapper can keep: those with its dtype and length.
 
-    Everything else remains in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
-    compared: between two steps all that is swapped is empty. A load makes another dict of all states.
+    Everything else stays in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
+    compared, as between two steps all that is swapped is empty. A load replaces the dict of all states.
     """
     state = optimizer.state.get(master, {})
     swapped = {key: state[key] for key in STATE_TENSORS if key in state and state[key].dtype == master.dtype}
@@ -94,7 +94,7 @@ def write_back(
 
 
 def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: object, **kwargs: object) -> None:
-    """Swap a sub-group out, and let its tensors be empty from then on, with pipelines too."""
+    """Swap a sub-group out, and leave its tensors empty, even with pipelining."""
     original(sub_group_id, *args, **kwargs)
     master: Any = view.masters[sub_group_id]
     view.swapper.swap_params_info[master.ds_id].release_memory()
@@ -112,8 +112,8 @@ HOOKS = (
     Hook((Zero3View,), "_optimizer_states_and_gradient_swap_in", swap_in, _SWAPS),
     # safe_set_full_grad would change a copy of it.
     Hook((Zero3View,), "_writeback_swap_state", write_back, _SWAPS),
-    # With pipelines masters and state would show buffers of the swapper that hold another sub-group, and a save would
-    # write those.
+    # With pipelining, masters and state would refer to buffers of the swapper that hold another sub-group, and a save
+    # would write those.
     Hook((Zero3View,), "_optimizer_states_and_gradient_swap_out", swap_out, _SWAPS),
     # DeepSpeed would write `latest` while some ranks still copy their swap files.
     Hook((Zero3View,), "checkpoint_event_epilogue", wait_for_copies, _SWAPS),
@@ -124,7 +124,7 @@ HOOKS = (
 # Checkpoints
 
 
-def _copy_in(engine: DeepSpeedEngine, tag_folder: Path) -> Path:
+def _copy_folder(engine: DeepSpeedEngine, tag_folder: Path) -> Path:
     """Return where DeepSpeed copies this rank's swap files to."""
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return tag_folder / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
@@ -143,7 +143,7 @@ def prepare_save(engine: DeepSpeedEngine, tag_folder: Path, save_id: str) -> Non
     if swap_folder is None:
         return
     with refusing(str(tag_folder)):
-        if (copy := _copy_in(engine, tag_folder)).exists():
+        if (copy := _copy_folder(engine, tag_folder)).exists():
             shutil.rmtree(copy)
         (swap_folder / _LIST).write_text(json.dumps({"save": save_id, "files": _swap_files(swap_folder)}))
 
@@ -154,30 +154,30 @@ def _master_files(view: Zero3View) -> set[str]:
 
 
 def check_copy(
-    engine: DeepSpeedEngine, tag_folder: Path, saved: SavedTag | None, save_id: str | None, state: bool
+    engine: DeepSpeedEngine, tag_folder: Path, saved: SavedTag | None, save_id: str | None, with_state: bool
 ) -> None:
-    """Check that a checkpoint offloads to NVMe as the engine does, and that this rank's copy is of that save.
+    """Check that a checkpoint was offloaded to NVMe if the engine is, and that this rank's copy is of that save.
 
     Args:
         engine: The engine that is about to load.
         tag_folder: The folder of the checkpoint.
-        saved: What is known of it.
+        saved: What saved it, if its files say so.
         save_id: The id of the save in this rank's usual files.
-        state: Whether the optimizer's state is to be loaded.
+        with_state: Whether the optimizer's state is to be loaded.
 
     Raises:
-        CheckpointError: If it does not, with the remedy.
+        CheckpointError: If not, with the remedy.
     """
-    view, copy = view_of(engine.optimizer), _copy_in(engine, tag_folder)
+    view, copy = view_of(engine.optimizer), _copy_folder(engine, tag_folder)
     if view.swap_folder is None:
-        if (tag_folder / "offloaded_tensors").exists() and state:
+        if (tag_folder / "offloaded_tensors").exists() and with_state:
             raise CheckpointError(
                 f"{tag_folder}: saved with offload to NVMe, which this engine does not use: load it with "
                 f"zero_optimization.offload_optimizer.device nvme, at stage 3 and on the same ranks"
             )
         return
     assert isinstance(view, Zero3View)
-    if not state or saved is None:
+    if not with_state or saved is None:
         raise CheckpointError(
             f"{tag_folder}: with offload to NVMe engine.load_checkpoint continues what deepspeed_muon saved, with the "
             f"optimizer's state: load weights alone into the model, before deepspeed.initialize"
@@ -205,9 +205,9 @@ def check_copy(
 
 
 def load_the_rest(engine: DeepSpeedEngine, load_dir: str | os.PathLike[str], tag: object) -> None:
-    """Load the usual files of the optimizer, and swap in what they say. Must be called by all ranks.
+    """Load the optimizer's usual files into what is swapped in. Must be called by all ranks.
 
-    The swapper then knows our state, whose files DeepSpeed has copied back.
+    From then on the swapper knows our state, whose swap files DeepSpeed has copied back.
     """
     if view_of(engine.optimizer).swap_folder is not None:
         engine.optimizer.checkpoint_event_prologue()
