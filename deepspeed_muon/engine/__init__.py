@@ -1,6 +1,6 @@
 """What a program may ask of an engine: its optimizer, its routes, its health.
 
-All that replaces or reads parts of DeepSpeed is in this layer:
+Everything that replaces or reads parts of DeepSpeed is in this layer:
 
 * :mod:`.hooks`: the table of the functions of DeepSpeed that are replaced, each with the reason. Start here.
 * :mod:`.configure`: ``deepspeed.initialize``, from the comparison of the ranks to the bound optimizer; with
@@ -10,8 +10,8 @@ All that replaces or reads parts of DeepSpeed is in this layer:
 * :mod:`.checkpointing`: DeepSpeed's own checkpoints. Those that do not depend on the number of ranks have a layer of
   their own, :mod:`deepspeed_muon.checkpoint`.
 * :mod:`.views`: the only module that reads attributes of ZeRO's wrappers.
-* :mod:`.workarounds`: defects of DeepSpeed that concern every optimizer; gradients of several backward passes are among
-  them.
+* :mod:`.workarounds`: defects of DeepSpeed that every optimizer suffers from, such as those with several backward
+  passes.
 * :mod:`.patching`: how functions are replaced, and how a changed DeepSpeed is noticed.
 """
 

@@ -1,4 +1,4 @@
-"""Replacements of the methods by which an engine makes its optimizer: compare the ranks, make ours, bind it.
+"""Replacements of the methods with which an engine makes its optimizer: compare the ranks, make ours, bind it.
 
 Before DeepSpeed communicates, the ranks compare their models and settings. Once its wrapper exists, they compare their
 plans. If one rank fails or differs, all of them raise, so that none waits for another.
@@ -56,8 +56,8 @@ from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from deepspeed_muon.version import __version__
 
-# Sections of the DeepSpeed configuration that must be equal on all ranks for the step, and AutoEP's process groups and
-# layers, to be defined.
+# Sections of the DeepSpeed configuration that must be equal on all ranks: the step, and AutoEP's process groups and
+# layers, depend on them.
 _COMPARED_SECTIONS = (
     "optimizer",
     "scheduler",
@@ -75,8 +75,8 @@ _COMPARED_SECTIONS = (
 
 _OPTIMIZER_KEYS = {"type", "params", "legacy_fusion"}
 
-# Attributes that DeepSpeed, or a program for its Muon, gives to parameters. For an optimizer class called Muon they
-# make ZeRO run DeepSpeed's own Muon as well.
+# Attributes that DeepSpeed, or a program for its Muon, gives to parameters. If the optimizer's class is called Muon,
+# they make ZeRO run DeepSpeed's own Muon on top.
 _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
 
 
@@ -93,13 +93,13 @@ def broadcast_model(original: Original, engine: DeepSpeedEngine, *args: object, 
 def _flat_and_contiguous(engine: DeepSpeedEngine) -> Iterator[None]:
     """Flatten scalars and weights of other strides (``channels_last``), and restore their layout at the end.
 
-    DeepSpeed views what it broadcasts as bytes, and the backends send contiguous tensors only. At stage 3, which makes
-    all weights contiguous, those with other strides remain contiguous: they are broadcast once more.
+    DeepSpeed views what it broadcasts as bytes, and the backends send contiguous tensors only. At stage 3, which
+    broadcasts the weights again and makes all of them contiguous, they stay contiguous.
     """
     params = [param for param in engine.module.parameters() if not (param.dim() and param.is_contiguous())]
     tensors = [(param, param.data) for param in params]
     for param, tensor in tensors:
-        param.data = tensor.reshape(-1)  # a scalar's own memory, a copy of other strides
+        param.data = tensor.reshape(-1)  # a view of a scalar, a copy of a weight of other strides
     try:
         yield
     finally:
@@ -115,7 +115,7 @@ def _flat_and_contiguous(engine: DeepSpeedEngine) -> Iterator[None]:
 def configure_expert_parallel(
     original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object
 ) -> object:
-    """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
+    """Compare AutoEP's settings before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
     _agree(all_ranks(), RankFacts({None: _sections(engine)}))
@@ -141,7 +141,7 @@ def configure_optimizer(
             client_optimizer = _prepared(engine, client_optimizer, model_parameters, wrapping)
         else:
             client_optimizer = _prepared_once_made(client_optimizer, engine, wrapping)
-        # To DeepSpeed an optimizer of the configuration is one of the client, too.
+        # The configured optimizer is handed to DeepSpeed as if it were the client's.
         result = original(engine, client_optimizer, model_parameters, *args, **kwargs)
     optimizer = muon_of(engine)
     if optimizer is not None:
@@ -240,7 +240,7 @@ def _refuse_foreign(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     ZeRO would end in a KeyError on the ranks that get their elements, and the other ranks would wait for these.
     """
     of_model = {id(param) for param in engine.module.parameters()}
-    # A frozen parameter has no gradient to reduce, so that one of another module does no harm.
+    # A frozen parameter of another module does no harm: it has no gradient to reduce.
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     foreign = [p for p in trained if id(p) not in of_model]
     if foreign and (engine.zero_optimization_stage() or len(foreign) == len(trained)):
@@ -273,17 +273,17 @@ def _regroup(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     )
     if engine.zero_optimization_stage() == 3:
         _check_dtypes(engine, optimizer, [param for _, params in divided for param in params])
-    made = engine.client_lr_scheduler is not None and not callable(engine.client_lr_scheduler)
+    has_scheduler = engine.client_lr_scheduler is not None and not callable(engine.client_lr_scheduler)
     # Schedulers of torch leave this key in every group, whether the engine gets them or not.
-    made = made or any("initial_lr" in group for group in groups)
-    if made and [id(group) for group, _ in divided] != list(map(id, groups)):
+    has_scheduler = has_scheduler or any("initial_lr" in group for group in groups)
+    if has_scheduler and [id(group) for group, _ in divided] != list(map(id, groups)):
         raise RoutingError(
             f"the learning-rate scheduler was made for {len(groups)} param groups. With the model of "
             f"deepspeed.initialize and the parameters that are frozen now there are {len(divided)}, or they have other "
             f"positions: pass model=... to deepspeed_muon.Muon and freeze parameters before the optimizer is made, or "
             f"pass the scheduler to deepspeed.initialize as a function: lr_scheduler=lambda optimizer: ..."
         )
-    # Only now: a program may try again after an error.
+    # Not before all checks, since a program may try again after an error.
     for group, params in divided:
         group["params"] = params
     groups[:] = [group for group, _ in divided]
@@ -330,7 +330,7 @@ def _configured(engine: DeepSpeedEngine, model_parameters: Any) -> Muon:
 def _prepared_once_made(
     make: Callable[[Any], Any], engine: DeepSpeedEngine, wrapping: contextlib.ExitStack
 ) -> Callable[[Any], Any]:
-    """Wrap a client's callable: if it returns our optimizer, settings are compared before DeepSpeed wraps it."""
+    """Wrap a client's callable: if it returns our optimizer, the settings are compared before DeepSpeed wraps it."""
 
     @functools.wraps(make, updated=())
     def made(model_parameters: Any) -> Any:
@@ -363,7 +363,7 @@ def _sections(engine: DeepSpeedEngine) -> dict[str, str]:
 
 
 def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
-    """Bind to the wrapper, and give the optimizer what it needs to know of the engine."""
+    """Bind the optimizer to the wrapper, and tell it what it needs to know about the engine."""
     # 1. the step sets, and their plans on all ranks
     ranks = ranks_of(engine)
     with raise_on_all_ranks(ranks=ranks, purpose="comparison of plans") as agreed:
@@ -371,7 +371,7 @@ def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
         step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
         optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
         agreed.update(optimizer._plan_facts())
-        optimizer.exchange_buffers.allocate()  # here, where the other ranks hear of it if memory does not suffice
+        optimizer.exchange_buffers.allocate()  # here, where all ranks raise if the memory of one does not suffice
     if optimizer.exchange_buffers.device.type != "cpu":  # gloo connects ranks when it makes a group
         optimizer._bound_steps.connect()
     # 2. the routes of all stages of a pipeline
@@ -410,7 +410,7 @@ def _require_consolidated(engine: DeepSpeedEngine, config: MuonConfig) -> None:
 
 def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:
     """Check the routes of all stages of a pipeline together; every rank gets the same result."""
-    # The ranks of a data-parallel group have the same routes: one rank of each group is enough.
+    # The ranks of a data-parallel group have the same routes, so one rank of each stage is enough.
     across_stages = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
     algorithms = [group["algorithm"] for group in optimizer.param_groups]
     stages = across_stages.all_gather((optimizer.routes, algorithms), purpose="comparison of routes").values()
@@ -421,7 +421,7 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
             f"them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the layers "
             f"otherwise, or in fp32 set zero_optimization.stage to 0"
         )
-    # DeepSpeed adds up the squares of groups of one number on all stages.
+    # DeepSpeed adds up the squares of all stages by the number of the group.
     if norm_by_group and any(of_stage != algorithms for _, of_stage in stages):
         optimizer.norms_by_algorithm = None
     route_of = {route.name: route for routes, _ in stages for route in routes}

@@ -1,9 +1,8 @@
 """Offload to the CPU, and master weights in half precision.
 
-ZeRO's wrappers accept DeepSpeed's own optimizers only. Twin-flow (``ratio``) and ``bf16_master_weights_and_grads`` need
-an optimizer that updates partitions on the CPU and in half precision. Ours does, but the wrappers compare its class
-with ``DeepSpeedCPUAdam``. AdamW on the CPU is DeepSpeed's native operator. Offload to NVMe is
-:mod:`deepspeed_muon.engine.nvme`.
+Twin-flow (``ratio``) and ``bf16_master_weights_and_grads`` need an optimizer that updates partitions on the CPU and in
+half precision. Ours does, but ZeRO's wrappers look for the class ``DeepSpeedCPUAdam``. AdamW on the CPU is DeepSpeed's
+native operator. Offload to NVMe is :mod:`deepspeed_muon.engine.nvme`.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ def adopt(engine: DeepSpeedEngine, optimizer: Muon, wrapping: contextlib.ExitSta
     Args:
         engine: The engine whose optimizer is about to be wrapped.
         optimizer: A :class:`deepspeed_muon.optimizer.Muon`.
-        wrapping: Undoes, once the wrapper is made, what only its making needs.
+        wrapping: Undoes, once the wrapper is made, what is replaced only while it is made.
     """
     optimizer.managed = True
     for group in optimizer.param_groups:
-        # BF16_Optimizer plans an exchange of its own for groups with this key. Binding puts it back.
+        # For groups with this key BF16_Optimizer would plan an exchange of its own. Binding puts the key back.
         group.pop("use_muon", None)
-    # DeepSpeed requires its CPU Adam of client optimizers. Ours calls the operator behind it.
+    # DeepSpeed requires client optimizers to be its CPU Adam. Ours calls the operator behind that.
     engine.zero_force_ds_cpu_optimizer = lambda: False
     if engine.bf16_optimizer_states():
         optimizer.state_policy = StatePolicy(optimizer.config.momentum_dtype, half_states=True)
@@ -68,10 +67,9 @@ def adopt(engine: DeepSpeedEngine, optimizer: Muon, wrapping: contextlib.ExitSta
         return
     is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0
     if is_twin_flow:
-        # The wrapper's AdamW adds keys to our groups, so what they had is recorded now.
-        wrapping.callback(
-            _take_all, engine, optimizer, [(group, frozenset(group)) for group in optimizer.param_groups]
-        )
+        # The wrapper's AdamW adds keys to our groups, so the keys that they have are recorded now.
+        group_keys = [(group, frozenset(group)) for group in optimizer.param_groups]
+        wrapping.callback(_take_all_sub_groups, engine, optimizer, group_keys)
         for group in optimizer.param_groups:
             group.setdefault("amsgrad", False)
     if is_twin_flow or master_dtype(engine) != torch.float32:
@@ -79,12 +77,12 @@ def adopt(engine: DeepSpeedEngine, optimizer: Muon, wrapping: contextlib.ExitSta
             wrapping.enter_context(mock.patch.object(module, "DeepSpeedCPUAdam", type(optimizer)))
 
 
-def _take_all(
+def _take_all_sub_groups(
     engine: DeepSpeedEngine, optimizer: Muon, group_keys: Sequence[tuple[dict[str, Any], frozenset[str]]]
 ) -> None:
-    """Give our optimizer the sub-groups that twin-flow leaves on the device.
+    """Let our optimizer update the sub-groups that twin-flow leaves on the device, too.
 
-    The wrapper makes a ``torch.optim.AdamW`` of our groups for them, which adds keys.
+    For them the wrapper has made a ``torch.optim.AdamW`` from our groups, which has added keys to these.
     """
     if engine.optimizer is not None:
         engine.optimizer.backup_optimizer = optimizer
@@ -96,9 +94,9 @@ def _take_all(
 def offload_states(original: Original, view: View, *args: object, **kwargs: object) -> object:
     """Release our working memory, and let the wrapper move our optimizer's state.
 
-    Stage 3 moves two tensors of ``FusedAdam``'s state only, and keeps copies of them in it. So our class stands in for
-    ``FusedAdam`` during the call, and the function with which stages 1 and 2 move any state for stage 3's own. Stage 3
-    would also look for the weights in the order of the model, and for frozen ones, which are not in its buffer.
+    Stage 3 moves only two tensors of ``FusedAdam``'s state, and keeps copies of them there. So during the call our
+    class stands in for ``FusedAdam``, and the function by which stages 1 and 2 move any state for that of stage 3.
+    Stage 3 would also look for the weights in the model's order, and for frozen ones, which are not in its buffer.
     """
 
     def mapping(_: Any) -> Any:
@@ -141,7 +139,7 @@ class CpuAdam:
             from deepspeed.ops.op_builder import CPUAdamBuilder
 
             self._op: Any = CPUAdamBuilder().load()
-            # The operator stores its settings under a number, and the class counts the numbers.
+            # The operator stores its settings under a number, which the class counts.
             self._number = DeepSpeedCPUAdam.optimizer_id
             DeepSpeedCPUAdam.optimizer_id += 1
         except Exception as error:
@@ -151,9 +149,9 @@ class CpuAdam:
     def __call__(self, tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
         """Update parameters and both moments in place; see :func:`deepspeed_muon.math.updates.adam_step_`."""
         numbers = (settings.lr, *settings.betas, settings.eps, settings.weight_decay)
-        # Settings that are stored anew get the powers of the betas from the number of the step. Otherwise the operator
-        # multiplies those of its last step once more, which rounds differently: a resumed run would differ in its last
-        # bits.
+        # For newly stored settings the operator computes the powers of the betas from the number of the step. Otherwise
+        # it multiplies those of its last step by the betas, which rounds differently: a resumed run would differ in its
+        # last bits.
         self._op.create_adam(self._number, *numbers, settings.decoupled, False)
         for of_param in tensors:
             assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in of_param)

@@ -1,7 +1,7 @@
 """A running engine: its schedule, its steps, and the rates that it writes to the monitor.
 
-DeepSpeed's monitor has the rate of the first group, which is Muon's; the rate of embeddings, heads and vectors would be
-seen nowhere.
+DeepSpeed writes the rate of the first group alone to the monitor, which is Muon's; that of embeddings, heads and
+vectors would be seen nowhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import CALLER_GROUP
 from deepspeed_muon.transport.ranks import phase
 
-_KEYS = {"muon": "muon_lr", "adamw": "adam_lr"}
+_RATE_KEYS = {"muon": "muon_lr", "adamw": "adam_lr"}
 
 
 def configure_lr_scheduler(
@@ -52,7 +52,7 @@ def configure_lr_scheduler(
     given = dict(engine.scheduler_params() or {}) if from_config else {}
     is_warmup = isinstance(engine.lr_scheduler, lr_schedules.WarmupLR)
     if from_config and is_warmup and "warmup_max_lr" not in given:
-        # None: the rates of the groups.
+        # The default; None stands for the rates of the groups.
         peak = inspect.signature(type(engine.lr_scheduler)).parameters["warmup_max_lr"].default
         given["warmup_max_lr"] = peak
         if peak is not None:
@@ -154,8 +154,8 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
         optimizer: Our optimizer, whose groups (with their ``lr_ratio``) it writes.
         given: The scheduler's section of the configuration, which shows whether equal rates were given as one number.
     """
-    # Scheduler to its attributes with one value for each group, and the keys of the configuration that fill them. The
-    # first attribute has the rates of the first iteration.
+    # Scheduler to its attributes with one value per group, and the configuration keys that fill them. The first
+    # attribute has the rates of the first iteration.
     kinds: list[tuple[type, dict[str, str]]] = [
         (lr_schedules.LRRangeTest, {"min_lr": "lr_range_test_min_lr"}),
         (lr_schedules.OneCycle, {"min_lrs": "cycle_min_lr", "max_lrs": "cycle_max_lr"}),
@@ -174,7 +174,7 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
         scheduler.delta_lrs = [
             high - low for high, low in zip(scheduler.max_lrs, scheduler.min_lrs, strict=True)
         ]
-    # As the scheduler did when it was made: it writes its lower bounds, or the rates of the iteration it starts from.
+    # As the scheduler did when it was made, write its lower bounds, or the rates of the iteration that it starts from.
     started = scheduler.last_batch_iteration >= 0
     current = scheduler.get_lr() if started else getattr(scheduler, next(iter(keys)))
     for group, rate in zip(optimizer.param_groups, current, strict=True):
@@ -186,5 +186,5 @@ def rates(optimizer: Muon) -> dict[str, float]:
     """Return ``muon_lr`` and ``adam_lr``; where several groups have one algorithm, the first one's."""
     rate_of: dict[str, float] = {}
     for group in optimizer.param_groups:
-        rate_of.setdefault(_KEYS[group["algorithm"]], float(group["lr"]))
+        rate_of.setdefault(_RATE_KEYS[group["algorithm"]], float(group["lr"]))
     return rate_of

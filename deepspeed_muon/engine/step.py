@@ -1,11 +1,12 @@
 """One step of ZeRO's wrappers: the methods that are replaced, each by one function.
 
 ZeRO calls the inner step once for each param group (stages 1, 2) or sub-group (stage 3). Before that, ZeRO itself would
-read all gradients twice and send a message to find those that are not finite. All gradients of the step are in the
-wrapper's buffers already when its ``step`` begins. So the ranks exchange the status of all gradients there, in one
-message for each set of process groups, and ZeRO's question is answered from it. The norm is computed there too and read
-together with the status, so that the host waits for the device once before a step: where ZeRO looks at the norm, it is
-on the CPU. With ``nonfinite_grad: error`` one more message tells all ranks of the engine about unrecoverable updates.
+read all gradients twice and send a message to find those that are not finite. When the wrapper's ``step`` begins, all
+gradients of the step are in its buffers already. So that is where the ranks exchange the status of all gradients, in
+one message for each set of process groups, and ZeRO's question is answered from it. The norm is computed there as well,
+and read together with the status, so that the host waits for the device once before a step: by the time ZeRO looks at
+the norm, it is on the CPU. With ``nonfinite_grad: error`` one more message tells all ranks of the engine about
+unrecoverable updates.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
     finally:
         if isinstance(view, ZeroView):
             optimizer._bound_steps.gradient_flags.forget()
-            # What is reduced from now on is of the next step, also where the program calls the wrapper, not the engine.
+            # What is reduced from now on belongs to the next step, even if the program calls the wrapper itself.
             memory.norms, memory.reduced = [], set()
         if optimizer.after_step is not None:
             # ZeRO calls the inner step several times, or never after an overflow.
@@ -76,18 +77,18 @@ def _raise_for_unrecoverable(optimizer: Muon) -> None:
 
 
 def has_overflow(original: Original, view: ZeroView, *args: object, **kwargs: object) -> bool:
-    """Answer from the exchanged status whether any rank's gradients overflow, where all groups have the same ranks."""
+    """Answer from the exchanged status whether any rank's gradients overflow, if all groups have the same ranks."""
     nonfinite = view.optimizer._bound_steps.gradient_flags.any_nonfinite(view.data_parallel_group)
     return bool(original(*args, **kwargs)) if nonfinite is None else view.is_true_of_any(nonfinite)
 
 
 def norm_groups(original: Original, view: Zero3View, *args: object, **kwargs: object) -> object:
-    """Return the norms of ZeRO 3's sub-groups, on the CPU where they were read with the status."""
+    """Return the norms of ZeRO 3's sub-groups, on the CPU if they were read with the status."""
     return view.memory.norms or original(*args, **kwargs)
 
 
 def global_norm(original: Original, view: Zero12View, *args: object, **kwargs: object) -> object:
-    """Return the norm of ZeRO 1 and 2, on the CPU where it was read with the status."""
+    """Return the norm of ZeRO 1 and 2, on the CPU if it was read with the status."""
     return view.memory.norms[-1] if view.memory.norms else original(*args, **kwargs)
 
 
@@ -103,14 +104,14 @@ def norm_at_once(
 ) -> Tensor:
     """Return the norm of the next partition's gradients, in a few operations and not in three for each gradient.
 
-    Of the gradients that DeepSpeed counts alike it gets the norms, as one gradient.
+    DeepSpeed gets one tensor, their norms, in place of all gradients that it counts in the same way.
     """
     alike: dict[tuple[bool, bool], tuple[Tensor, list[Tensor]]] = {}
-    # ZeRO 1 and 2 have the padding of a partition among its gradients.
+    # ZeRO 1 and 2 keep the padding of a partition among its gradients.
     unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
     for gradient, param in zip(unpadded, params, strict=False):
         kind = is_model_parallel_parameter(param), getattr(param, "ds_pipe_replicated", False)
         alike.setdefault(kind, (param, []))[1].append(gradient)
     norms = [norms_of(members) for _, members in alike.values()]
-    # DeepSpeed pairs these with the first parameters, and looks at all of them for their process group.
+    # DeepSpeed pairs the norms with the first parameters, and reads the process group from all of them.
     return partition_norm(original, view, norms, [*(param for param, _ in alike.values()), *params])

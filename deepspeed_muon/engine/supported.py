@@ -1,7 +1,7 @@
 """What ``deepspeed.initialize`` refuses, because the result would be wrong: tables of features, each with the reason.
 
-Every condition looks at the engine before its optimizer is made. All ranks agree on the outcome, so that no rank goes
-on without the others.
+Every condition looks at the engine before its optimizer is made. The ranks agree on the outcome, so that none goes on
+without the others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.version import __version__
 
-_Row = tuple[Callable[[Any, MuonConfig], Any], str]
+_Refusal = tuple[Callable[[Any, MuonConfig], Any], str]
 """Whether an engine and the optimizer's settings ask for a feature; why it is refused, and what to do instead."""
 
 
 def refuse_unsupported(engine: DeepSpeedEngine, config: MuonConfig) -> None:
-    """Raise for the first feature that is asked for and whose result would be wrong, and for all that are not known.
+    """Raise for the first requested feature whose result would be wrong, and for all keys that are not known.
 
     Args:
         engine: A ``DeepSpeedEngine`` before its optimizer is wrapped.
@@ -100,9 +100,9 @@ def _shares_sequences(engine: DeepSpeedEngine) -> bool:
     return int(engine.sequence_parallel_size) > 1
 
 
-# The keys of zero_optimization and of its sections in DeepSpeed 0.19.8, but for those that need its CUDA quantizer
+# The keys of zero_optimization and of its sections in DeepSpeed 0.19.8, without those that need its CUDA quantizer
 # (zero_quantized_...), that step AdamW elsewhere (super_offload, zenflow), or that read all state by the keys of the
-# first param group (elastic_checkpoint). Later ones may be for another wrapper.
+# first param group (elastic_checkpoint). Keys of later releases may be for another wrapper.
 _SUPPORTED_KEYS = frozenset((
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
     "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm",
@@ -123,7 +123,7 @@ _DIVIDED_ATTENTION = (
     "a rank's attention holds other heads than its weights do, or only some of the layers; unset qk_clip"
 )
 
-_REFUSED: dict[str, _Row] = {
+_REFUSED: dict[str, _Refusal] = {
     # Offload
     "zero_optimization.offload_optimizer.device nvme at stages 1 and 2": (
         lambda engine, config: _on_nvme(engine, config) and engine.zero_optimization_stage() < 3,

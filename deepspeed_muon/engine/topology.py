@@ -1,14 +1,14 @@
 """The topology of an engine: its ranks, which of them train a parameter, and which slice of the full tensor each has.
 
-A rank's parameter is a slice of a full tensor where it belongs to experts or is sharded by tensor parallelism. Slices
-that no mark describes are not guessed: such a parameter gets the reason in place of its slice, and checkpoints that
-outlive the topology refuse it. Training does not need the slices.
+A rank's parameter is a slice of a full tensor if it belongs to experts or is sharded by tensor parallelism. Slices that
+no mark describes are not guessed: such a parameter gets the reason in place of its slice, and checkpoints that do not
+depend on the topology refuse it. Training does not need the slices.
 
 **Tensor parallelism.** Orthogonalisation commutes with permutations of rows and of columns. So the order in which
 shards interleave the rows of a fused matrix (query, key and value of every head group, gate and up) does not matter if
 it is orthogonalised as one: the concatenated shards are the same matrix with its rows in another order. But every row
-must be on exactly one rank. Where the sub-parameters of a fused matrix are blocks that are orthogonalised by
-themselves, the layer must say whether each of them is sharded: see :attr:`Sharding.sub_params`.
+must be on exactly one rank. If the sub-parameters of a fused matrix are blocks that are orthogonalised separately, the
+layer must say whether each of them is sharded: see :attr:`Sharding.sub_params`.
 
 Layers describe that by one of two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and
 describes the shards in an attribute of their weights. Megatron-style models set ``tensor_model_parallel`` and
@@ -52,8 +52,9 @@ from deepspeed_muon.step.step_set import StepSet, read_step_set
 from deepspeed_muon.transport.agreement import RankFacts, Scope, raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
 
-# The attribute in which AutoEP describes its stacks of experts, and its key for the experts of a rank's stack.
-_STACK, _EXPERTS = "ds_autoep_uc_meta", "local_experts"
+# The attributes in which AutoEP describes its stacks of experts, and AutoTP its shards.
+_AUTOEP_META = "ds_autoep_uc_meta"
+_AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 
 
 def ranks_of(engine: DeepSpeedEngine) -> Ranks:
@@ -63,7 +64,7 @@ def ranks_of(engine: DeepSpeedEngine) -> Ranks:
         engine: A ``DeepSpeedEngine`` that knows its process groups: from its ``_broadcast_model`` on.
     """
     process_groups = [engine.seq_data_parallel_group]
-    # Not mpu.get_model_parallel_group: in a pipeline that one spans the stages, too.
+    # Not mpu.get_model_parallel_group, which spans the stages of a pipeline as well.
     if (tensor_parallel := tensor_parallel_group(engine)) is not None:
         process_groups.append(tensor_parallel)
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
@@ -78,11 +79,11 @@ def groups_of(
 
     An expert's parameters carry ``allreduce = False`` and the name of their expert-parallel group. The ranks that hold
     the same expert are its expert-data-parallel group; they partition (or replicate) it among themselves. A stack of
-    some experts of a layer (AutoEP) skips steps with the ranks that hold the rest of it.
+    some experts of a layer (AutoEP) skips steps with the ranks that hold the layer's other experts.
 
     Args:
         param: A parameter of the model.
-        data_parallel: The data-parallel group of everything that is no expert.
+        data_parallel: The data-parallel group of everything that is not an expert.
 
     Returns:
         A process group, and ``wider_group`` and ``stack_group`` of a :class:`deepspeed_muon.step.step_set.StepSet`.
@@ -91,14 +92,14 @@ def groups_of(
     if name is None:
         return data_parallel, data_parallel, None
     holders = groups._get_expert_data_parallel_group(name)
-    if not hasattr(param, _STACK):
+    if not hasattr(param, _AUTOEP_META):
         return holders, data_parallel, None
     stack = groups._get_expert_parallel_group(name)
     return holders, None, stack if dist.get_world_size(stack) > 1 else None
 
 
 def model_facts(engine: DeepSpeedEngine) -> RankFacts:
-    """Return dtype and shape of every parameter, to be equal on the ranks between which DeepSpeed broadcasts it."""
+    """Return dtype and shape of every parameter, which must be equal on the ranks that DeepSpeed broadcasts it to."""
     facts, scope_of = RankFacts(), functools.cache(Scope.of)
     for name, param in engine.module.named_parameters():
         shown = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
@@ -139,7 +140,7 @@ def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int
         }
         replicated = TensorShards(None, ())
         for step_set in _read(engine, optimizer, routes):
-            # Where there is a stack, every rank of the group has other experts, none of them sharded.
+            # In a stack every rank of the group has other experts, none of them sharded.
             if step_set.stack_group is None:
                 matrices = tuple(
                     replace(matrix, tp_shards=matrix.tp_shards or shards_of.get(matrix.name, replicated))
@@ -148,7 +149,7 @@ def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int
                 step_set = replace(step_set, matrices=matrices, tensor_group=group)
                 shapes_and_digests |= _shapes_and_digests(step_set)
             sets.append(step_set)
-    # 2. compare it: shards must have equal shapes, copies equal values. A shard without a mark would pass as a matrix,
+    # 2. compare it: shards must have equal shapes, copies equal values. A shard without a mark would pass for a matrix,
     # and train to a wrong result without an error.
     gathered = ranks.all_gather(shapes_and_digests, purpose="comparison of tensor-parallel shards").values()
     for name, of_this_rank in shapes_and_digests.items():
@@ -167,8 +168,7 @@ def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int
 def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:
     view, data_parallel = view_of(engine.optimizer), engine.seq_data_parallel_group
     assert view.optimizer is optimizer
-    # 1. Partitions that one call of the inner step updates, and that the same ranks hold, both in the order of the
-    # view.
+    # 1. Partitions that one call of the inner step updates and that the same ranks hold, in the order of the view.
     sets: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
     for index, params in enumerate(view.params):
         group = view.group(index)
@@ -185,7 +185,7 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
     for group, indices in sets.values():
         ranks = dist.get_world_size(group)
         _, wider_group, stack_group = groups_of(view.params[indices[0]][0], data_parallel)
-        # A wider group that is no wider (one expert-parallel rank) would only repeat the exchange of flags.
+        # With one expert-parallel rank the wider group is the same one, and would only repeat the exchange of flags.
         if wider_group is None or dist.get_world_size(wider_group) <= ranks:
             wider_group = None
         partitions = [
@@ -230,7 +230,7 @@ def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[
         route = routes.get(id(param))
         if route is None or route.algorithm == "frozen":
             continue
-        # A slice that no mark describes gets the reason: only checkpoints for other topologies need it.
+        # An unknown slice is not an error here: only checkpoints for other topologies need it.
         try:
             tensor_slice = _slice_of_expert(param, route, expert_numbers)
             if group is not None:
@@ -270,12 +270,12 @@ def _slice_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[in
             raise ValueError("it belongs to an expert whose number its name does not have")
         # Every rank counts from 0: with 4 experts on each, expert 2 of rank 1 is number 6 of all.
         return full_slice(f"{prefix}deepspeed_experts.{rank * count + local_number}.{suffix}", route.shape)
-    stack = getattr(param, _STACK, None)
+    stack = getattr(param, _AUTOEP_META, None)
     if stack is None:
         raise ValueError("it belongs to experts, and nothing says to which of all ranks' experts")
     # AutoEP lists the numbers of the rank's experts among all: (4, 5, 6, 7) is the range (4, 8) along dimension 0.
-    ranges = tuple((number, number + 1) for number in stack[_EXPERTS])
-    # Consecutive experts are one range, which describes the same slice in one way only.
+    ranges = tuple((number, number + 1) for number in stack["local_experts"])
+    # Consecutive experts are one range, so that there is one description of the same slice.
     if ranges == tuple((number, number + 1) for number in range(ranges[0][0], ranges[-1][1])):
         ranges = ((ranges[0][0], ranges[-1][1]),)
     return TensorSlice(route.name, (route.shape[0] * size, *route.shape[1:]), 0, ranges)
@@ -320,8 +320,6 @@ def _slice_of_shard(
 
 
 # Tensor parallelism
-
-_META = "ds_autotp_universal_checkpoint_meta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,8 +391,8 @@ class Sharding:
             with suppress(ValueError):  # the layer does not say which rows a rank has
                 sub_params = tuple(map(sum, self.shard_lengths(lengths))) if self.sub_params else ()
             return TensorShards(1 if self.dim else 0, lengths, sub_params)
-        # The shape that AutoTP has recorded may have more than two dimensions. As a matrix, the indices before dim
-        # repeat the sub-parameters, and those after it (but the last) make them longer.
+        # The shape that AutoTP has recorded may have more than two dimensions. In the matrix, the indices before dim
+        # repeat the sub-parameters, and those between dim and the last dimension make them longer.
         dim = self.dim % len(self.shape)
         widths = self.widths or ((self.shape[dim],),)
         sub_params = ()
@@ -410,8 +408,8 @@ class Sharding:
 
 
 def is_replicated(param: Tensor) -> bool:
-    """Return whether every rank has the full parameter, as far as it is marked."""
-    meta = getattr(param, _META, None) or {}
+    """Return whether every rank has the full parameter, by its marks."""
+    meta = getattr(param, _AUTOTP_META, None) or {}
     return bool(meta.get("replicated")) or not (meta or is_model_parallel_parameter(param))
 
 
@@ -421,7 +419,7 @@ def read_sharding(param: Tensor) -> Sharding:
     Raises:
         ValueError: Saying what the marks lack.
     """
-    meta = getattr(param, _META, None)
+    meta = getattr(param, _AUTOTP_META, None)
     if not meta:  # Megatron's marks
         dim = getattr(param, "partition_dim", None)
         if dim is None:
@@ -456,10 +454,9 @@ def tensor_parallel_group(engine: DeepSpeedEngine) -> dist.ProcessGroup | None:
 def tensor_shards(
     engine: DeepSpeedEngine, routes: Mapping[int, Route] | None = None
 ) -> dict[int, TensorShards]:
-    """Return how the engine's matrices are sharded, by ``id(parameter)``, as far as their layers say.
+    """Return how the engine's matrices are sharded, by ``id(parameter)``, if their layers say so.
 
-    Every rank takes the shards of the other ranks to be as long as its own; :func:`read_step_sets` compares
-    them.
+    Every rank takes the other ranks' shards to be as long as its own; :func:`read_step_sets` compares them.
 
     Args:
         engine: An engine, which need not have its optimizer yet.

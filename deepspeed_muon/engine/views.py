@@ -1,7 +1,7 @@
 """The only module that reads and writes attributes of the wrappers that DeepSpeed puts around an optimizer.
 
-Every class of wrapper has a view, which calls the same thing by the same name. A view refers to its wrapper strongly:
-make one with :func:`view_of` where it is needed, and do not keep it.
+Every class of wrapper has a view, and views call the same thing by the same name. A view refers to its wrapper
+strongly: make one with :func:`view_of` where it is needed, and do not keep it.
 
 | ZeRO | wrapper | view | its partitions |
 |---|---|---|---|
@@ -44,7 +44,7 @@ from deepspeed_muon.plan.placement import Placement, flat_placement, replicated_
 from deepspeed_muon.routing.shapes import true_shape
 
 # Elements of the weights that the ranks gather at once after a restore.
-_GATHERED = 1 << 18
+_GATHERED_NUMEL = 1 << 18
 
 
 @dataclass(slots=True)
@@ -57,12 +57,12 @@ class Memory:
         queued: The same since the last call of ``reduce_gradients`` (ZeRO 1 with ``overlap_comm``).
         restart: Whether the next gradient is the first of a step (after ``zero_grad``, and after a step).
         waiting: ``id`` of every parameter whose gradient waits for the end of the backward pass (ZeRO 1 and 2).
+        has_stale_gradients: Whether the weights' gradients are in the fp32 sums already, or left over from a backward
+            pass that failed (ZeRO 1 in bf16 with fp32 sums).
         norms: What :meth:`.ZeroView.norms` returned for the running step, on the CPU.
         partition_norms: The norm of every partition's gradients over all ranks in the running step, times the loss
             scale; negative if it is not finite. Empty until DeepSpeed has computed them (ZeRO 1 to 3).
         earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
-        counted: Whether the fp32 sums have the weights' gradients, or a pass that failed has left them (ZeRO 1 in bf16
-            with fp32 sums).
         frozen: Name and tensor of the parameters that were frozen when the engine was made, until one is warned of.
     """
 
@@ -71,7 +71,7 @@ class Memory:
     queued: set[int] = field(default_factory=set)
     restart: bool = False
     waiting: frozenset[int] = frozenset()
-    counted: bool = False
+    has_stale_gradients: bool = False
     norms: list[Tensor] = field(default_factory=list)
     partition_norms: list[Tensor] = field(default_factory=list)
     earlier: dict[int, Any] = field(default_factory=dict)
@@ -79,18 +79,18 @@ class Memory:
 
 
 class View:
-    """What all wrappers have in common; what is not overridden holds for parameters that are replicated on every rank.
+    """What all wrappers have in common; the methods here are those for parameters that are replicated on every rank.
 
     ``overflow`` and ``loss_scale``, which DeepSpeed's engine reads too, are read from the wrapper itself.
 
     Attributes:
         wrapper: The wrapper, or our optimizer where there is none.
         optimizer: Our optimizer inside the wrapper.
-        memory: What the replaced methods remember, once they are replaced.
+        memory: What the replaced methods remember; ``None`` before they are replaced.
         params: The model's parameters in each partition.
         masters: What our optimizer updates of each partition.
         offloads: Whether gradients and masters are kept on the CPU.
-        is_one_call: Whether one call of the inner step updates all partitions, and not one each.
+        is_one_call: Whether one call of the inner step updates all partitions; otherwise each call updates one.
         keeps_gradients: Whether gradients outlive the step in buffers.
         swap_folder: This rank's folder with masters and state between two steps; ``None`` without NVMe.
     """
@@ -116,7 +116,7 @@ class View:
         return None
 
     def group(self, index: int) -> dist.ProcessGroup | None:
-        """Return the ranks that divide a partition among them, ``None`` where each holds it whole."""
+        """Return the ranks that divide a partition among themselves, ``None`` if each has all of it."""
         return None
 
     def placements(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Placement]]:
@@ -136,11 +136,11 @@ class View:
         return [groups[number]["algorithm"] for number in self.group_numbers()]
 
     def reduced_gradients(self, index: int) -> Sequence[Tensor | None]:
-        """Return the reduced gradient of every parameter in a partition, where gradients are not divided (ZeRO 0)."""
+        """Return the reduced gradient of every parameter in a partition; only where gradients are not divided."""
         return [self.masters[index].grad]
 
     def gradients_by_algorithm(self) -> dict[str, list[tuple[Tensor, Tensor | None]]]:
-        """Return every parameter of the model and its reduced gradient, where gradients are not divided."""
+        """Return every parameter of the model and its reduced gradient; only where gradients are not divided."""
         pairs: dict[str, list[tuple[Tensor, Tensor | None]]] = {"muon": [], "adamw": []}
         for index, algorithm in enumerate(self.algorithms()):
             pairs[algorithm] += zip(self.params[index], self.reduced_gradients(index), strict=True)
@@ -157,13 +157,13 @@ class View:
             )
 
     def end_of_load(self) -> None:
-        """Undo what the wrapper did before it loads a checkpoint, where it raised. Must be called by all ranks."""
+        """Undo what the wrapper did to prepare for a load. Must be called by all ranks."""
 
     def dynamic_scaler(self) -> Any:
         """Return the object with the attributes of a dynamic loss scale, or ``None``."""
 
     def grow_scale(self) -> None:
-        """Update a dynamic loss scale after a step without overflow, whatever replaces the wrapper's method."""
+        """Update a dynamic loss scale after a step without overflow, by the original method."""
         type(self.wrapper)._update_scale(self.wrapper, False)
 
 
@@ -194,7 +194,7 @@ class HalfView(View):
             model.data.copy_(master.data)
 
     def refresh_masters(self) -> None:
-        """Set the masters to loaded weights: DeepSpeed does so from stage 1 on, else its next step discards these."""
+        """Set the masters to loaded weights, as DeepSpeed does from stage 1 on; else its next step discards these."""
         for (model,), master in zip(self.params, self.masters, strict=True):
             master.data.copy_(model.data)
 
@@ -253,7 +253,7 @@ class FlatView(View):
             group = self.group(index)
             rank = dist.get_rank(group)
             partitions[rank].copy_(master)
-            step = max(1, _GATHERED // len(partitions))
+            step = max(1, _GATHERED_NUMEL // len(partitions))
             for start in range(0, master.numel(), step) if len(partitions) > 1 else ():
                 slices = [
                     partition.narrow(0, start, min(step, master.numel() - start)) for partition in partitions
@@ -278,10 +278,10 @@ class Bf16View(FlatView):
         self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
 
     def begin_backward(self) -> None:
-        """Drop gradients that are part of the fp32 sums already, or of a pass that failed, and no others."""
-        if self.memory.counted:
+        """Drop the weights' gradients if they are stale, and no others."""
+        if self.memory.has_stale_gradients:
             self.wrapper.clear_lp_grads(set_to_none=True)
-            self.memory.counted = False
+            self.memory.has_stale_gradients = False
 
     def reduced_gradients(self, index: int) -> Sequence[Tensor | None]:
         gradients: Sequence[Tensor] = self.wrapper.fp32_groups_gradients[index]
@@ -305,7 +305,7 @@ class ZeroView(View):
 
     @property
     def data_parallel_group(self) -> Any:
-        """The data-parallel ranks of everything that is no expert."""
+        """The data-parallel ranks of everything that is not an expert."""
         return self.wrapper.dp_process_group
 
     def wait_for_copies(self) -> None:
@@ -323,7 +323,7 @@ class ZeroView(View):
         """Return this rank's gradient of a partition as in :meth:`gradients`, an empty list if it has none."""
         stored = self.masters[index].grad if self.offloads else self.wrapper.averaged_gradients.get(index)
         tensors = [stored] if isinstance(stored, Tensor) else stored or []
-        # A view costs as much as all else that is done for a small parameter.
+        # For a small parameter, making a view costs as much as everything else.
         return [
             tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
             for tensor in tensors
@@ -352,7 +352,7 @@ class ZeroView(View):
     def is_true_of_any(self, flag: bool) -> bool:
         """Return whether a flag is set on any model-parallel rank, all of which must call this.
 
-        Without others nothing waits for the device.
+        With a single rank nothing waits for the device.
         """
         group = self.wrapper.model_parallel_group
         if group is None or dist.get_world_size(group) == 1:
@@ -430,7 +430,7 @@ class Zero12View(FlatView, ZeroView):
         self.wrapper.averaged_gradients = dict.fromkeys(self.wrapper.averaged_gradients)
 
     def prepare(self) -> None:
-        # In bf16 ZeRO 1 and 2 would look for no gradients that are not finite, and update some partitions of a step.
+        # In bf16 ZeRO 1 and 2 would not look for infinities and NaN, and update only some of the partitions.
         self.wrapper.check_grad_overflow = True
 
     def begin_backward(self) -> None:
@@ -442,7 +442,7 @@ class Zero12View(FlatView, ZeroView):
     def is_later_phase(self) -> bool:
         """Whether the running backward pass has several phases, and one has ended (reentrant checkpointing).
 
-        The next phase ends with the gradients of the full pass.
+        The next phase ends with the gradients of the whole pass.
         """
         return bool(self.wrapper._epilogue_ran_this_backward)
 
@@ -454,7 +454,7 @@ class Zero12View(FlatView, ZeroView):
         """Add what :meth:`finished_gradients` returned before the backward pass, or the phase of it, that has ended."""
         for index, earlier_grads in earlier.items():
             grads = self.wrapper.averaged_gradients[index]
-            # Gradients that are accumulated in fp32 have a buffer, which has the sum already.
+            # Gradients that are accumulated in fp32 are in one buffer, which has the sum already.
             for grad, earlier_grad in (
                 zip(grads, earlier_grads, strict=True) if grads is not earlier_grads else ()
             ):
@@ -466,7 +466,7 @@ class Zero12View(FlatView, ZeroView):
         ``None`` before a backward pass has written it, and where DeepSpeed's own buffer has the sum.
         """
         wrapper = self.wrapper
-        # Of 0.19.8 and later.
+        # DeepSpeed has it from 0.19.8 on.
         has_buffer = getattr(wrapper, "_use_compact_grad_partition_buffer", lambda group: False)
         if self.is_undelivered(param):
             return None
@@ -536,13 +536,13 @@ class Zero3View(ZeroView):
         return bool(self.wrapper._swappable_optimizer_subgroup(index))
 
     def gradient(self, index: int) -> list[Tensor]:
-        # One tensor, however many parameters there are. The masters of swapped sub-groups have theirs in the step only.
+        # One tensor, however many parameters there are. Masters of swapped sub-groups have a gradient in a step only.
         if self.is_swapped(index) or (not self.offloads and self.wrapper.averaged_gradients.get(index)):
             return [self.accumulated(index)]
         return super().gradient(index)
 
     def accumulated(self, index: int) -> Tensor:
-        """Return the gradient of a sub-group in the buffer that gradients are accumulated in, one after the other."""
+        """Return the gradient of a sub-group in the buffer in which ZeRO accumulates those of all sub-groups."""
         numels = self.wrapper.fp16_partitioned_groups_flat_numel
         gradient: Tensor = self.wrapper.grad_partitions_flat_buffer.narrow(
             0, sum(numels[:index]), numels[index]
@@ -574,7 +574,7 @@ class Zero3View(ZeroView):
         return [int(self.wrapper.sub_group_to_group_id[index]) for index in range(len(self.params))]
 
     def refresh_weights(self) -> None:
-        # Persistent parameters are divided meanwhile, and gathered again afterwards.
+        # Persistent parameters are divided before, and gathered again afterwards.
         self.wrapper.checkpoint_event_prologue()
         for index, master in enumerate(self.masters):
             weights = self.wrapper.fp16_partitioned_groups_flat[index]
@@ -602,7 +602,7 @@ class Zero3View(ZeroView):
             return
         accelerator, stream = get_accelerator(), self.wrapper.reduce_and_partition_stream
         device, dtype = accelerator.current_device_name(), self.wrapper.gradient_accumulation_dtype
-        with accelerator.stream(stream):  # on which DeepSpeed reduces, and looks for infinities
+        with accelerator.stream(stream):  # on which DeepSpeed reduces and looks for infinities
             zeros = [torch.zeros(p.partition_numel(), dtype=dtype, device=device) for p in params]  # type: ignore[attr-defined]
             self.wrapper.partition_grads(params, zeros)
         if not accelerator.resolves_data_dependency():
@@ -612,9 +612,9 @@ class Zero3View(ZeroView):
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norms of the gradients that have elements, one-dimensional, in one pass.
 
-    The sums are in float64, as DeepSpeed's: the relative error is below 1e-9 for up to 2^23 elements added one after
+    The sums are in float64, as in DeepSpeed: the relative error is below 1e-9 even for 2^23 elements added one after
     another, which no reduction does, and only a norm above 1e154 overflows. DeepSpeed takes three operations for each
-    gradient, and writes a float64 copy.
+    gradient and writes a float64 copy.
     """
     # Of tensors without elements torch returns uninitialised norms on CUDA.
     filled = [gradient for gradient in gradients if gradient.numel()]
@@ -624,7 +624,7 @@ def norms_of(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _combined(norms: Sequence[Tensor]) -> Tensor:
-    """Return the norm of tensors from their norms, of which DeepSpeed makes -1 where they are not finite."""
+    """Return the norm of tensors from their norms; DeepSpeed has replaced those that are not finite by -1."""
     stacked = torch.stack([norm.float() for norm in norms])
     is_finite = (torch.isfinite(stacked) & (stacked >= 0)).all()
     return torch.where(is_finite, torch.linalg.vector_norm(stacked), torch.inf)
@@ -653,7 +653,7 @@ def view_of(wrapper: DeepSpeedOptimizer) -> View:
     """
     if isinstance(wrapper, Muon):
         return PlainView(wrapper)
-    if type(wrapper) not in WRAPPERS:  # a subclass may keep everything elsewhere
+    if type(wrapper) not in WRAPPERS:  # a subclass may store everything differently
         names = ", ".join(wrapper_class.__name__ for wrapper_class in WRAPPERS)
         raise ConfigError(
             f"DeepSpeed wrapped the optimizer in {type(wrapper).__name__}, which deepspeed_muon does not know. Known "

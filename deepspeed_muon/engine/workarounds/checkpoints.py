@@ -49,7 +49,7 @@ def load_tag(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Load, and make ZeRO 3 read the weights of the given tag, where it loads them without the optimizer's state."""
+    """Load, and make ZeRO 3 read the weights of the given tag if it loads them without the optimizer's state."""
     load = functools.partial(get_fp32_state_dict_from_zero_checkpoint, tag=tag)
     with mock.patch.object(engine_module, "get_fp32_state_dict_from_zero_checkpoint", load):
         return original(load_dir, tag, *args, **kwargs)

@@ -6,10 +6,10 @@ different tensors: they abort, hang, or add up gradients of different experts wi
 
 At stage 3 DeepSpeed's remedy is to mark the layer around router and experts as a *leaf module*: its weights are
 gathered at once, and all its gradients are reduced together, with zeros for experts that did not run. DeepSpeed marks
-the layers of some models of Hugging Face itself; :func:`mark_moe_layers` marks every layer with a child called
-``experts``. At stages 1 and 2 DeepSpeed ignores the mark. With the workaround gradients of leaf modules wait until the
-backward pass has ended, and then all ranks reduce them in the order of the param groups, with zeros for experts that
-did not run.
+the layers of some Hugging Face models itself; :func:`mark_moe_layers` marks every layer with a child called
+``experts``. At stages 1 and 2 DeepSpeed ignores the mark. With the workaround, gradients of leaf modules wait until the
+backward pass has ended; then all ranks reduce them in the order of the param groups, with zeros for experts that did
+not run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WAIT = attrgetter("memory.waiting")
 
 
 def mark_moe_layers(model: nn.Module, *, called_only: bool = False) -> list[str]:
-    """Mark the MoE layers of a model as leaf modules, except those that a mark is on already, true or false.
+    """Mark the MoE layers of a model as leaf modules, except those that have a mark already, true or false.
 
     Must come before DeepSpeed makes its ZeRO 3 wrapper. Layers of ``deepspeed.moe`` and AutoEP are left out: their
     ranks run all of their experts. So is the model itself.
@@ -109,7 +109,7 @@ def _with_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def find_waiting(engine: DeepSpeedEngine, view: View) -> None:
     """Find the parameters whose gradients wait for the end of the backward pass: those of leaf modules.
 
-    Stacked experts need not wait: every rank has a gradient of the whole stack.
+    Stacked experts need not wait, since every rank has a gradient of the whole stack.
     """
     leaves = get_z3_leaf_modules(engine.module) if isinstance(view, Zero12View) else ()
     for leaf in leaves:
@@ -118,7 +118,7 @@ def find_waiting(engine: DeepSpeedEngine, view: View) -> None:
 
 
 def end_backward(original: Original, view: Zero12View, *args: object, **kwargs: object) -> object:
-    """Reduce the gradients of leaf modules in one order on all ranks, where the backward pass that ends reduces any."""
+    """Reduce the gradients of leaf modules in one order on all ranks, if the backward pass that ends reduces any."""
     waiting = view.memory.waiting
     is_reduced = view.reduces_every_backward or view.in_last_micro_step
     for group_number, params in enumerate(view.params if is_reduced else ()):

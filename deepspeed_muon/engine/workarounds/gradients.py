@@ -112,25 +112,25 @@ def reduce_gradients(
 
 
 def begin_backward(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
-    """Prepare for a backward pass: DeepSpeed does so after each forward pass, but a second one is a pass of its own."""
+    """Prepare for a backward pass; DeepSpeed does so in forward passes only, but several may follow one of these."""
     view = view_of(engine.optimizer)
     assert isinstance(view, (Zero12View, Bf16View))
     view.begin_backward()
     try:
         return original(*args, **kwargs)
     except BaseException:
-        view.memory.counted = True  # what a pass that fails has computed counts for nothing
+        view.memory.has_stale_gradients = True  # those of a pass that fails do not count
         raise
 
 
 def begin_gradients(original: Original, view: Bf16View, *args: object, **kwargs: object) -> None:
-    """Clear what the sums have, where DeepSpeed clears everything."""
+    """Clear only stale gradients, where DeepSpeed clears all."""
     view.begin_backward()
 
 
 def count_gradients(original: Original, view: Bf16View, *args: object, **kwargs: object) -> object:
-    """Add the weights' gradients to the sums, and record that these have them."""
-    view.memory.counted = True
+    """Add the weights' gradients to the sums, and record that they are stale from then on."""
+    view.memory.has_stale_gradients = True
     return original(*args, **kwargs)
 
 
@@ -155,7 +155,7 @@ def fill_up(original: Original, view: ZeroView, *args: object, **kwargs: object)
 
 
 def zero_grad(original: Original, view: ZeroView, *args: object, **kwargs: object) -> object:
-    """Discard earlier gradients in the next backward pass, as DeepSpeed does; a step before it still uses them."""
+    """Discard earlier gradients in the next backward pass, as DeepSpeed does; a step before that still uses them."""
     view.memory.restart = True
     return original(*args, **kwargs)
 
@@ -180,7 +180,7 @@ def _is_zero(view: View) -> bool:
     return isinstance(view, ZeroView)
 
 
-# Of both workarounds below.
+# Shared by the next two workarounds.
 _BETWEEN_STEPS = (
     Hook((ZeroView,), "zero_grad", zero_grad),
     Hook(DeepSpeedEngine, "_take_model_step", take_step, _is_zero),

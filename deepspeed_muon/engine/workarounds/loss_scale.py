@@ -1,8 +1,8 @@
 """The loss scale: when it grows, who applies it, who unscales.
 
-**A scale that grows.** ZeRO updates the scale first and unscales afterwards. In a step after which the scale doubles,
-gradients are therefore divided by twice what the loss was multiplied with, at stage 0 in half precision too. With the
-workaround the scale grows after the step.
+**A scale that grows.** ZeRO, and stage 0 in half precision, update the scale first and unscale afterwards. In a step
+that doubles the scale, gradients are therefore divided by twice what the loss was multiplied by. With the workaround
+the scale grows after the step.
 
 **``torch_autocast`` in fp16.** ZeRO multiplies the loss by the scale of a ``torch.amp.GradScaler`` and leaves it to
 the scaler to unscale inside of ``optimizer.step()``. Three things go wrong:
@@ -16,9 +16,9 @@ DeepSpeed's own ``DynamicLossScaler`` does all of this right, so it takes the pl
 by a flag of the process whether it uses one: an engine made after one with ``torch_autocast`` gets a ``GradScaler``
 too, which then hides its own loss scale.
 
-At stage 0 the ``GradScaler`` stays. It looks for overflow on its own rank only, where others may have other experts,
+At stage 0 the ``GradScaler`` stays. It looks for overflow on its own rank only, and other ranks may have other experts,
 pipeline stages or shards. All ranks skip the step (:meth:`.GradientFlags.exchange`), so all must lower the scale:
-gradients that were scaled differently would be averaged from then on.
+otherwise gradients that were scaled differently would be averaged from then on.
 
 **Half precision at stage 0.** ``FP16_UnfusedOptimizer`` divides by a loss scale, and the engine scales the loss only
 for wrappers that are a ``ZeROOptimizer``.
@@ -58,14 +58,14 @@ def look_for_overflow(original: Original, view: Zero3View, *args: object, **kwar
 
 
 def loss_is_not_scaled(view: View) -> bool:
-    """Return whether ``FP16_UnfusedOptimizer`` divides by a loss scale that the engine does not multiply with."""
+    """Return whether ``FP16_UnfusedOptimizer`` divides by a loss scale that the engine does not multiply by."""
     return isinstance(view, HalfView) and view.divides and not isinstance(view.wrapper, ZeROOptimizer)
 
 
 def backward(
     original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: object, **kwargs: object
 ) -> object:
-    """Multiply the loss with the scale that the wrapper divides by; return the unscaled loss."""
+    """Multiply the loss by the scale that the wrapper divides by; return the unscaled loss."""
     scale = float(engine.optimizer.loss_scale)
     unscaled = original(loss.float() * scale, *args, **kwargs)
     return unscaled / scale if isinstance(unscaled, Tensor) else unscaled

@@ -5,8 +5,8 @@ experts it counts only the gradients of one stage or of one rank's experts. ``FP
 scaled gradients, without experts and tensor-parallel shards of other ranks. ``BF16_Optimizer`` leaves out parameters
 that this rank did not use and others did.
 
-DeepSpeed knows one norm, that of all gradients. Those of Muon's and of AdamW's are measured in sampled steps only: that
-reads all gradients again.
+DeepSpeed knows one norm, that of all gradients. Here Muon's and AdamW's are measured one by one, in sampled steps only,
+since that reads all gradients again.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def grads_for_norm(
     if for_clipping:
         return original(for_clipping, *args, **kwargs)
     view.optimizer._record_norms(measure_by_algorithm(view.memory.engine()))
-    # One tensor of norms has the norm of all gradients, of which DeepSpeed would read one after another.
+    # In their place DeepSpeed gets the vector of their norms, which has the same norm: it reads one after another.
     others, experts = original(for_clipping, *args, **kwargs)
     return [norms_of(others)], {name: [norms_of(grads)] for name, grads in experts.items()}
 
@@ -170,8 +170,8 @@ def _norms_over(engine: DeepSpeedEngine, lists: Sequence[_Pairs], group: dist.Pr
         lists: The gradients of this rank's stage or shards.
         group: The ranks that have the other stages or shards of the model, all of which must call this.
     """
-    # All stages with a copy of a tied layer hold the same gradient. It counts on the stage where it is not marked. What
-    # tensor parallelism does not cut is on all its ranks and counts on the first.
+    # All stages with a copy of a tied layer have the same gradient, which counts on the stage where it is not marked.
+    # What tensor parallelism does not cut is on all of its ranks, and counts on the first.
     first = bwc_tensor_model_parallel_rank(engine.mpu) == 0
     squared = torch.zeros(len(lists), dtype=torch.float64, device=engine.device)
     for number, pairs in enumerate(lists):
@@ -205,7 +205,7 @@ def _norms_of_all_experts(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> T
     squares = {key: norms_of(grads).square().sum().float() for key, grads in grads_of.items()}
     zero = torch.zeros((), dtype=torch.float32, device=engine.device)
 
-    # (lists,): the sum of squares of each list over the experts of one group of ranks, or over all that is no expert
+    # (lists,): the sum of squares of each list over the experts of one group of ranks, or over everything else
     def sums(name: str | None) -> Tensor:
         return torch.stack([squares.get((number, name), zero) for number in range(len(lists))])
 

@@ -1,8 +1,8 @@
-"""What refers to parameters, masters and optimizer state: links that are missing, and memory that is not freed.
+"""References to parameters, masters and optimizer state: links that are missing, and memory that is not freed.
 
-By links from parameters to masters and state ``safe_get_full_optimizer_state`` finds them. ZeRO 1 and 2 and
-``BF16_Optimizer`` make them after the first partition has its state, before the others have theirs, and do not make
-them again after a load or after ``reload_states``. Engines of stage 3 remain in memory after ``engine.destroy()``, with
+``safe_get_full_optimizer_state`` finds masters and state by links from the parameters. ZeRO 1 and 2 and
+``BF16_Optimizer`` make these once the first partition has its state, before the others have theirs, and do not make
+them again after a load or after ``reload_states``. Engines of stage 3 stay in memory after ``engine.destroy()``, with
 all that they refer to.
 """
 
@@ -40,7 +40,7 @@ def release_destroyed(original: Original, view: Zero3View, *args: object, **kwar
     """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
     model = view.module
     original(*args, **kwargs)
-    # Setting up the hooks appends the model to this list of the process, and nothing removes it.
+    # The engine's hooks append the model to this list of the process, and nothing removes it.
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not model]
     # A functools.lru_cache without bound, keyed by coordinator and module. A decorator around it hides it in a closure.
