@@ -39,10 +39,10 @@ class Route:
 
     Attributes:
         name: First dotted name.
-        shape: Shape of the weight, also under ZeRO 3.
+        shape: Shape of the weight; under ZeRO 3 that of the full weight.
         algorithm: ``muon``, ``adamw`` or ``frozen``.
         reason: The rule that decided, in words.
-        output_blocks: Sizes of the blocks along the layer's output (attention heads, query, key and value of a fused
+        output_blocks: Sizes of the blocks along the layer's output (attention heads; query, key and value of a fused
             projection); empty for one block.
         kind: How a Muon parameter is read as a matrix; see :attr:`matrix_shape`.
         transposed: Whether the weight is stored as input x output, so that the output is its last dimension.
@@ -94,18 +94,6 @@ class Route:
     def col_blocks(self) -> tuple[int, ...]:
         """Columns of each block of the stored matrix; empty for one block with all columns."""
         return self.output_blocks if self.transposed else ()
-
-    @property
-    def heads(self) -> int:
-        """The number of blocks; 1 for a matrix that is not divided."""
-        return max(1, len(self.row_blocks)) * max(1, len(self.col_blocks))
-
-    @property
-    def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Row and column blocks; ``None`` if there are only :attr:`heads` equal row blocks."""
-        if len(set(self.row_blocks)) > 1 or self.col_blocks:
-            return self.row_blocks, self.col_blocks
-        return None
 
     def kinds_of_blocks(self) -> tuple[tuple[int, int, int], ...]:
         """Return ``(count, rows, columns)`` of the blocks of each shape."""

@@ -200,7 +200,7 @@ def test_matrix_shapes() -> None:
     assert (plain.algorithm, plain.kind, plain.matrix_shape) == ("muon", "convolution", (8, 150))
     assert routes["2.weight"].algorithm == routes["3.weight"].algorithm == "adamw"
     experts = route("experts.w", 4, 6, 8)
-    assert experts.matrix_shape == (24, 8) and experts.heads == 4
+    assert experts.matrix_shape == (24, 8) and experts.row_blocks == (6,) * 4
 
 
 def test_frozen_parameters_stay_in_the_group_where_they_would_be_trained() -> None:

@@ -117,7 +117,7 @@ def test_splits() -> None:
     heads = of("qkv_proj", {"*": {"heads": "config"}, "qkv_proj.*": {"split": [32, 16, 16]}})
     assert heads.row_blocks == (8,) * 8, "sizes that are those of the config have its heads too"
     joined = of("qkv_proj", {"qkv_proj.*": {"split": "qkv", "heads": [4, 2, 1]}})
-    assert joined.row_blocks == (8, 8, 8, 8, 8, 8, 16) and joined.grid == (joined.row_blocks, ())
+    assert joined.row_blocks == (8, 8, 8, 8, 8, 8, 16) and not joined.col_blocks
     assert joined.reason.endswith("split into 32 + 16 + 16, 4 + 2 + 1 heads separately")
 
 
