@@ -8,8 +8,8 @@
 4. Muon updates every other matrix of a layer.
 5. AdamW updates a bare two-dimensional parameter that nothing identifies.
 
-What rests on 3 or 5 is a guess, unless the name has only one meaning. So is a layer outside of blocks that reads what
-no hidden layer makes, or makes what no later one reads: perhaps a first layer, or a head.
+What rests on 3 or 5 is a guess, unless the name has only one meaning. So is the route of a layer outside of blocks that
+reads what no hidden layer makes (perhaps a first layer), or makes what no later one reads (perhaps a head).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from deepspeed_muon.routing.shapes import true_shape
 # Images, latents and audio have at most this many channels; hidden layers have more.
 _MAX_DATA_CHANNELS = 4
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Tables of positions and of token types, which no layer has an output for.
+# Tables of positions and of token types: no layer has an output for each of their rows.
 _NO_VOCABULARY = re.compile(r".*(pos|type|segment).*|wpe", re.IGNORECASE)
-# The precedence of the claims on a parameter. ``hidden`` applies if no rule before it does.
+# The precedence of claims on a parameter that are equally certain.
 _ORDER: tuple[Rule, ...] = (
     *("norm", "embedding", "head", "tied", "bias", "no_product", "router", "input", "adapter", "hidden"),
 )
@@ -62,7 +62,7 @@ _REASONS = {
 
 @dataclass(slots=True)
 class Structure:
-    """What the modules of a model say together; parameters are given by ``id``.
+    """What the modules of a model say about it as a whole; parameters are given by ``id``.
 
     Attributes:
         embeddings: Weights of ``get_input_embeddings()``.
@@ -86,7 +86,7 @@ class Structure:
                 # of a container (norm or dropout, then the projection) the last one
                 self.heads.update(_matrices_of(head)[-1:])
         embedding = call_quietly(module, "get_input_embeddings")
-        # A patch embedding contains a single projection; an encoder is none.
+        # A patch embedding contains a single projection; what has more is an encoder.
         if isinstance(embedding, nn.Module) and len(matrices := _matrices_of(embedding)) == 1:
             self.embeddings.update(matrices)
 
@@ -103,7 +103,7 @@ def _modules_in(result: object) -> Iterator[nn.Module]:
 
 
 def _matrices_of(module: nn.Module) -> list[int]:
-    """Return ``id`` of the matrices below a module; only the direct ones if it has such."""
+    """Return ``id`` of the matrices that are a module's own; if it has none, of all matrices below it."""
     direct = [id(param) for _, param in direct_parameters(module) if len(true_shape(param)) > 1]
     return direct or [id(param) for param in module.parameters() if len(true_shape(param)) > 1]
 
@@ -151,7 +151,7 @@ def _parent(member: NamedParameter) -> str:
 
 
 def _beside(member: NamedParameter) -> tuple[str, str]:
-    """Return the path around the module that a layer is in, and the layer's name: equal for "actor.2", "critic.2"."""
+    """Return the path around a layer's module, and the layer's name: the same for "actor.2" and "critic.2"."""
     around, _, _ = _parent(member).rpartition(".")
     return around, _components(member)[-1]
 
@@ -182,7 +182,7 @@ def _first_layers(
 ) -> Iterator[tuple[int, Claim]]:
     """Yield ``id`` and claim of the layers that read images, latents, audio or patches of them."""
     outputs: set[int] = set()  # of the layers before
-    # Numbers of features that embeddings, layers and convolutions make; what only heads make, or what may be heads, is
+    # Numbers of features that embeddings and hidden layers make. What only heads, or layers that may be heads, make is
     # data.
     hidden = [member for member in matrices if member.key not in heads]
     made = {member.full_shape[1] if member.kind == "embedding" else member.sides[0] for member in hidden}
@@ -198,7 +198,7 @@ def _first_layers(
     for member in matrices:
         components, shape, inputs = _components(member), member.full_shape, _inputs(member)
         is_convolution = member.kind == "convolution"
-        # A convolution of one pixel may read what a layer before it squeezed into few channels; 3 are an image.
+        # A convolution of one pixel may read what a layer before it squeezed into a few channels; 3 are an image.
         is_data = math.prod(shape[2:]) > 1 or inputs == 3 or inputs not in outputs
         is_data |= math.prod(shape) == inputs**2  # beside a codebook
         # Tacotron's location layer reads the channels of attention weights.
@@ -237,14 +237,14 @@ def _heads(
     heads = {key: Claim("head", "output head of the model") for key in structure.heads}
     named = _heads_by_name(matrices)
     heads = {**_vocabulary_heads(matrices, outside), **heads}
-    # The last layer counts where no other head is certain, a tied embedding among them.
+    # The last layer counts only if no other head is certain; a tied embedding is one.
     certain = {key for key, claim in (*heads.items(), *named.items()) if claim.certain}
     certain |= {member.key for member in matrices if member.kind == "embedding" and len(member.names) > 1}
     heads = {**_last_layers(matrices, outside, certain), **heads}
     for key, claim in named.items():
         if key not in heads or heads[key].rule == "hidden" or claim.certain:
             heads[key] = claim
-    # What adapts the layer of a head makes outputs, too: "lm_head.lora_B.default.weight".
+    # An adapter of a head makes outputs as well: "lm_head.lora_B.default.weight".
     paths = {holder_path(member.name): heads[member.key] for member in matrices if member.key in heads}
     for member in matrices:
         if head := heads.get(member.key) or paths.get(holder_path(member.name)):
@@ -252,10 +252,10 @@ def _heads(
 
 
 def _outside_blocks(matrices: Sequence[NamedParameter], structure: Structure) -> set[int]:
-    """Return ``id`` of the layers that may be output heads: outside of blocks, and no adapters or recurrent weights.
+    """Return ``id`` of the layers that may be output heads: outside of blocks, neither adapters nor recurrent weights.
 
-    A block is a module of several layers in a list that makes as many features as it reads, so that another one may
-    follow; a layer of an ``nn.Sequential`` is in none.
+    A block is a module in a list, of several layers, that makes as many features as it reads, so that another one may
+    follow; a layer that is itself an entry of the list is in none.
     """
     layers_of: dict[str, list[NamedParameter]] = defaultdict(list)  # by path of a module in a list
     for member in matrices:
@@ -284,14 +284,14 @@ def _outside_blocks(matrices: Sequence[NamedParameter], structure: Structure) ->
 
 
 def _modules_in_lists(member: NamedParameter, structure: Structure) -> list[str]:
-    """Return the paths of the modules around a parameter that are in a list, and no lists themselves."""
+    """Return the paths of the modules around a parameter that are in a list and not lists themselves."""
     components = _components(member)
     paths = itertools.pairwise(".".join(components[:length]) for length in range(len(components) + 1))
     return [path for parent, path in paths if parent in structure.lists and path not in structure.lists]
 
 
 def _vocabulary_heads(matrices: Sequence[NamedParameter], outside: set[int]) -> dict[int, Claim]:
-    """Return the layers with an output for each row of an embedding that is no table of positions."""
+    """Return the layers with an output for each row of an embedding, unless that is a table of positions."""
     rows = {
         member.full_shape[0]
         for member in matrices
@@ -299,10 +299,10 @@ def _vocabulary_heads(matrices: Sequence[NamedParameter], outside: set[int]) -> 
         and member.name.endswith("weight")
         and not any(map(_NO_VOCABULARY.fullmatch, _components(member)))
     }
-    # A number of features that layers read is the width of hidden layers.
+    # A number of features that layers read is a width of hidden layers.
     widths = {_inputs(member) for member in matrices if member.kind != "embedding"}
     reason = "output head: an output for each row of an embedding"
-    # The very last layer of the model makes outputs also where the vocabulary is as large as a hidden layer.
+    # The very last layer of the model is a head even if the vocabulary is as large as a hidden layer.
     return {
         member.key: Claim("head", reason, member.sides[0] not in widths)
         for member in matrices
@@ -315,7 +315,7 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
     """Return the last layer, those in parallel with it or with ``heads``, and guesses for the other ends."""
     layers = [member for member in matrices if member.is_layer]
     ends = _ends(matrices, layers, outside)
-    # 1. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
+    # 1. The last end with fewer outputs than inputs; one with more only if it is the very last layer.
     claims: dict[int, Claim] = {}
     last = [member for member in matrices if member.key in heads]
     is_certain = True
@@ -323,23 +323,24 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
         narrow = [member for member in ends.values() if member.sides[0] < member.sides[1]]
         last = narrow[:1] or [member for member in ends.values() if member is layers[-1]]
         for member in last:
-            # What other layers make and read is the width of hidden layers.
+            # What other layers make and read is a width of hidden layers.
             others = [layer.sides for layer in layers if layer is not member]
             is_hidden = all(member.sides[0] in sizes for sizes in zip(*others, strict=True))
             is_certain = member is layers[-1] and not is_hidden
             claims[member.key] = Claim("head", "output head: the last layer", is_certain)
     # 2. Those in parallel: with as many outputs, beside it, or at its position in a module beside its own ("actor.2",
-    # "critic.2"). Every other end is perhaps a head, and so is the last layer where no other makes several outputs.
+    # "critic.2"). Any other end may be a head, and so may the final layer if no head makes several outputs.
     final = next((layer for layer in reversed(layers) if layer.sides[0] > 1), None)
-    is_open = final is not None and (
+    may_be_head = final is not None and (
         not is_certain or all(head.sides[0] == 1 and _parent(head) != _parent(final) for head in last)
     )
     last_below = {_parent(member): member.key for member in layers}
-    readers: dict[int, set[str]] = defaultdict(set)  # number of features to the modules that read so many
+    readers: dict[int, set[str]] = defaultdict(set)  # number of features to the modules that read that many
     for member in layers:
         readers[_inputs(member)].add(_parent(member))
     hidden_inputs = {_inputs(member) for member in layers if member.key not in ends}  # by hidden layers
-    towers, squares = set(map(_starred, last)), set[str]()
+    # Paths of heads and of what may be heads, without numbers; the square ones among the latter.
+    head_paths, square_paths = set(map(_starred, last)), set[str]()
     for member in (layer for layer in reversed(layers) if layer.key in outside - heads - claims.keys()):
         outputs, inputs = member.sides
         siblings = [head for head in last if outputs < inputs == _inputs(head) and head.kind == member.kind]
@@ -352,17 +353,17 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
         is_generated = member.kind == "linear" and outputs in hidden_inputs
         is_generated &= len(readers[outputs]) == 1 and _parent(member) not in readers[outputs]
         is_unread = member.key in ends or is_generated
-        # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and one before a norm
-        # has no bias; nor has a head beside another one.
+        # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and a layer before a
+        # norm has no bias. A head beside another one may have none either.
         is_beside = any(inputs == _inputs(head) and _parent(member) == _parent(head) for head in last)
         is_unread &= outputs % inputs != 0 and (is_beside or bool(member.layer and member.layer.is_biased))
-        # The last layers of parallel towers may be square, and all layers of a list whose last one is.
-        twins = towers if last_below[_parent(member)] == member.key else squares
+        # In parallel towers a square layer is a twin of a head: the last one of a tower, or any in a list of such.
+        twins = head_paths if last_below[_parent(member)] == member.key else square_paths
         is_twin = outputs == inputs and _starred(member) in twins
-        if is_unread or is_twin or (member is final and is_open and (ends or len(layers) > 1)):
+        if is_unread or is_twin or (member is final and may_be_head and (ends or len(layers) > 1)):
             claims[member.key] = Claim("hidden", PERHAPS_HEAD, certain=False)
-            towers.add(_starred(member))
-            squares |= {_starred(member)} if outputs == inputs else set()
+            head_paths.add(_starred(member))
+            square_paths |= {_starred(member)} if outputs == inputs else set()
     return claims
 
 
@@ -373,7 +374,7 @@ def _ends(
     read = {_inputs(member) for member in layers if member.key not in outside}
     read |= {member.full_shape[1] for member in matrices if member.kind == "embedding"}
     for member in matrices:
-        # A bare matrix (prototypes) is perhaps multiplied by; what has one row is added.
+        # A bare matrix (prototypes) may be a factor of a product; what has one row is added.
         if member.kind == "bare" and not member.is_layer and len(member.full_shape) == 2:
             read |= set(member.full_shape) if 1 not in member.full_shape else set()
     ends: dict[int, NamedParameter] = {}
@@ -396,9 +397,9 @@ def _starred(member: NamedParameter) -> str:
 
 
 def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, Claim]:
-    """Return the layers that are named like output heads, or stand last below a module that is."""
+    """Return the layers that are named like output heads, or are last in a module that is."""
     claims: dict[int, Claim] = {}
-    # A tied embedding is multiplied by last.
+    # A model ends with its tied embedding, which reads as many features as it has columns.
     later = {member.sides[1] for member in matrices if len(member.names) > 1}
     layers = [member for member in matrices if member.is_layer]
     for member in reversed(matrices):
@@ -419,9 +420,9 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, Claim]:
                     continue
                 is_direct = named_below(components, end) == 0
                 if entry.meaning == "layer" and not is_direct:
-                    continue  # a decoder of several modules is no projection
-                # A layer whose outputs a later one reads is hidden, and so is a square one ("lm_head.dense") but the
-                # last one of the model, or one whose full name is certain.
+                    continue  # a decoder of several modules is not a projection
+                # A layer whose outputs a later one reads is hidden. So is a square one ("lm_head.dense"), unless it is
+                # the last one of the model or its full name is certain.
                 is_last = is_direct and len(layers) > 1 and member is layers[-1]
                 is_named = entry.certain and end == len(components) - 1
                 is_output = is_last or is_named if outputs == inputs else outputs not in later
@@ -436,7 +437,7 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, Claim]:
 
 
 def _name_claims(member: NamedParameter) -> Iterator[Claim]:
-    """Yield the claims of tables, biases and adapters, which only their names identify."""
+    """Yield the claims on tables, biases and adapters, which only their names identify."""
     if len(member.full_shape) < 2:
         return
     for name in member.names:
@@ -491,7 +492,7 @@ def decide(member: NamedParameter, kind: MatrixKind | None) -> tuple[Algorithm, 
 
 
 def _not_a_matrix(member: NamedParameter, claims: Sequence[Claim]) -> Claim:
-    """Return the claim of a parameter that cannot be read as a matrix; its claims are in their order."""
+    """Return the claim on a parameter that cannot be read as a matrix; ``claims`` begin with the strongest."""
     shape = member.full_shape
     if member.kind == "LoRA of experts":
         return claims[0]
@@ -511,7 +512,7 @@ def _not_a_matrix(member: NamedParameter, claims: Sequence[Claim]) -> Claim:
 
 
 def _bare_matrix(member: NamedParameter) -> Claim:
-    """Return the claim of a 2-dimensional parameter that is not a layer's ``weight``."""
+    """Return the claim on a 2-dimensional parameter that is not a layer's ``weight``."""
     if member.layer is not None and member.layer.product:
         return Claim("hidden", f"hidden matrix: {member.layer.product}")
     # Without modules, "weight" is in the name that nearly all layers give to their matrix ("in_proj_weight").

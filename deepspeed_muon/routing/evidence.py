@@ -1,7 +1,7 @@
-"""The evidence about one parameter before its route is decided: its names, its layer and the claims of the rules.
+"""The evidence about one parameter before its route is decided: its names, its layer and the claims on it.
 
-:func:`read_layers` reads from a module's type, and from the bias beside them, what its direct parameters are, and
-:func:`router` finds the routers beside mixtures of experts.
+:func:`read_layers` reads from the type of a module, from its attributes and from the biases beside weights what its
+direct parameters are; :func:`router` finds the routers beside mixtures of experts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Layer:
             any other weight.
         product: Evidence, in words, that a weight of the kind ``weight`` or ``bare`` multiplies activations; empty if
             there is none.
-        is_biased: Whether a bias stands beside it; a layer before a norm has none.
+        is_biased: Whether there is a bias beside it; a layer before a norm has none.
     """
 
     kind: LayerKind
@@ -60,7 +60,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A rule that applies to a parameter.
+    """A rule that applies to a parameter, and why.
 
     Attributes:
         rule: The rule. ``hidden`` claims the parameter for Muon, every other rule for AdamW.
@@ -81,7 +81,8 @@ class NamedParameter:
         names: Every dotted name that it has in the model; empty if unknown.
         param: The parameter itself.
         layer: What its module implies; ``None`` if the module is unknown.
-        claims: The rules that apply by its module and its position in the model; meaningful with ``layer`` only.
+        claims: The rules that apply by its module and its position in the model; without a ``layer`` those that apply
+            by its names and shape take their place.
         attention: The heads of the attention module around it, if a configuration gives them.
         shards: How tensor parallelism cuts it; ``None`` if it does not, or if that is unknown.
         awaits_shards: Whether it is marked as a shard, and no engine has said yet how it is cut.
@@ -107,7 +108,7 @@ class NamedParameter:
 
     @property
     def is_layer(self) -> bool:
-        """Whether its module multiplies activations by it, for a matrix; by attributes or a bias for a bare one."""
+        """Whether its module multiplies activations by it; of a bare matrix, attributes or a bias say so."""
         is_bare = self.layer is not None and self.layer.kind == "bare" and not self.layer.product
         return self.kind not in ("embedding", "norm") and not is_bare
 
@@ -138,7 +139,7 @@ _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTrans
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
-# Class names of norms: LlamaRMSNorm, LayerNorm2d, MambaRMSNormGated, NemotronLayerNorm1P, and no LayerNormLinear.
+# Class names of norms: LlamaRMSNorm, LayerNorm2d, MambaRMSNormGated, NemotronLayerNorm1P, but not LayerNormLinear.
 _NORM_CLASS = re.compile(r".*norm(\d*[dp]|gated|layer|perhead)?", re.IGNORECASE)
 # Attributes with the number of experts of a module that concatenates their matrices in a 2-dimensional weight: DBRX,
 # megablocks.
@@ -242,7 +243,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _in_experts(path: str) -> bool:
-    """Return whether a path leads through ``experts``, but not through one of its numbered children."""
+    """Return whether a path leads through ``experts`` and not on through one of its numbered children."""
     components = path.split(".")
     return "experts" in components and not any(
         component.isdigit() for component in components[components.index("experts") :]
@@ -286,7 +287,7 @@ NumbersOfExperts = Mapping[str, set[int]]
 
 
 def numbers_of_experts(members: Sequence[NamedParameter]) -> tuple[NumbersOfExperts, NumbersOfExperts]:
-    """Return the numbers of modules with a child ``experts``, and of those with stacked matrices of another name."""
+    """Return the numbers of experts of modules with a child ``experts``, and of those with stacks of other names."""
     counts: dict[str, set[int]] = defaultdict(set)
     stacks: dict[str, set[int]] = defaultdict(set)
     largest: dict[str, int] = defaultdict(int)
@@ -313,7 +314,7 @@ def numbers_of_experts(members: Sequence[NamedParameter]) -> tuple[NumbersOfExpe
 
 
 def router(member: NamedParameter, experts: NumbersOfExperts, stacks: NumbersOfExperts) -> Claim | None:
-    """Return the claim of a router (:func:`numbers_of_experts`); ``None`` for other parameters."""
+    """Return the claim on a router; ``None`` for other parameters. :func:`numbers_of_experts` makes the arguments."""
     shape = member.full_shape
     for name in member.names:
         # 1. by name alone. A router may have several layers: "router.classifier.weight", "router_mlp.fc1.weight".

@@ -1,7 +1,7 @@
 """The table of names that identify embeddings, heads, routers and adapters, and functions that read dotted names.
 
-Types, shapes and accessors decide first (:mod:`deepspeed_muon.routing.evidence`). A name decides where they do not, or
-where the caller passes names without a model.
+Types, shapes and accessors decide first (:mod:`deepspeed_muon.routing.evidence`). A name decides if they do not, or if
+the caller passes names without a model.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ def plain_name(name: str) -> str:
 
 
 def holder_path(name: str) -> str:
-    """Return the path of the module of a ``weight`` or ``bias``, or the plain name of any other parameter."""
+    """Return the path of the module that has a ``weight`` or ``bias``, or the plain name of any other parameter."""
     name = plain_name(name)
     path, _, last = name.rpartition(".")
     return path if path and last in ("weight", "bias") else name
 
 
 def bare_name(name: str) -> str:
-    """Return the last component of a name that is not a number: a parameter's, or a ``ParameterList``'s."""
+    """Return the last component of a name that is not a number: that of a parameter or of a ``ParameterList``."""
     components = plain_name(name).split(".")
     return next((component for component in reversed(components) if not component.isdigit()), name)
 

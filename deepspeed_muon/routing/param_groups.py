@@ -41,14 +41,14 @@ _ALGORITHM_KEYS = ("algorithm", "use_muon")
 CALLER_GROUP = "caller_group"
 """Key of a param group: the number of the caller's group from which it was made."""
 DIVIDED_GROUP = "divided_group"
-"""Key of the groups into which DeepSpeed divided a caller's group: the number of that one. Not in the optimizer."""
+"""Key of the groups into which DeepSpeed divided a caller's group: that one's number. The optimizer removes it."""
 
 
 class ParamGroup(dict[str, Any]):
     """A param group whose algorithm is fixed, and whose momentum follows schedulers that cycle it.
 
     Schedulers with ``cycle_momentum`` (torch's ``OneCycleLR`` and ``CyclicLR``, DeepSpeed's ``OneCycle``) write
-    ``betas`` into every group. In Muon's groups the first number becomes ``momentum``, too.
+    ``betas`` into every group. In Muon's groups the first number also becomes ``momentum``.
     """
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -163,13 +163,13 @@ class RoutedGroups:
 
 
 def warn_of_equal_rates(groups: Sequence[GroupSettings], *, reference: float, is_first: bool) -> bool:
-    """Warn of a schedule or program that writes one rate into groups that were given different ones.
+    """Warn if a schedule or the program writes one rate into groups that were given different ones.
 
     Args:
         groups: The optimizer's groups.
         reference: The rate of a group whose ``lr_ratio`` is 1.
-        is_first: Whether these are the rates of the first step. In later steps a rate below all that were given is
-            taken for the floor of a schedule, where groups may meet.
+        is_first: Whether these are the rates of the first step. In later steps, a rate below all that were given is
+            taken for the floor of a schedule, at which groups may meet.
 
     Returns:
         Whether it warned.
@@ -217,7 +217,7 @@ def warn_of_rates(
                 defaults[0],
                 second_key,
             )
-    # 3. One rate is set for both, under a rule whose updates have not about the size of AdamW's at that rate.
+    # 3. One rate is set for both, under a rule whose updates are not about as large as AdamW's at that rate.
     ratio = {"match_rms_adamw": 1.0, "spectral": 5.0}.get(config.adjust_lr_fn, 0.0) * config.update_scale
     shared = [rate for key, rate in given["muon"] & given["adamw"] if key == "lr" and rate]
     if shared and not 0.5 <= ratio <= 2.0:
@@ -291,7 +291,7 @@ def build_groups(
     partial = model is not None and is_divided(model)
     if_trained = _routes_if_trained(members, in_model, config, explicit, partial=partial)
     # 3. Divide the groups by algorithm.
-    groups = [group for caller in callers for group in _divide(caller, if_trained, config, rates or {})]
+    groups = [g for caller in callers for g in _groups_by_algorithm(caller, if_trained, config, rates or {})]
     if not groups:
         raise RoutingError(
             f"none of the {len(members)} parameters is trainable: requires_grad is False for all of them"
@@ -363,9 +363,9 @@ def divide_again(
     *,
     by_dtype: bool,
 ) -> list[tuple[GroupSettings, list[Tensor]]]:
-    """Divide the groups of an optimizer by its routes into groups that have parameters of one algorithm.
+    """Divide the groups of an optimizer by its routes, so that each has parameters of one algorithm.
 
-    A group that still has parameters is the same object, because schedulers refer to it. Nothing is changed yet.
+    A group that still has parameters stays the same object, because schedulers refer to it. Nothing is changed yet.
 
     Args:
         routed: The routes.
@@ -379,9 +379,9 @@ def divide_again(
     divided: list[tuple[float, GroupSettings, list[Tensor]]] = []
     for number, caller in routed.callers.items():
         # 1. Sort the parameters by what needs a group of its own.
-        # position among all groups to each group that was made from this caller's group
+        # The groups that were made from this caller's group, by their positions among all groups.
         present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
-        # the same positions to (algorithm, expert-parallel group)
+        # By the same positions: (algorithm, expert-parallel group).
         kinds = {
             n: (group["algorithm"], group["name"] if group.get("moe") else None)
             for n, group in present.items()
@@ -398,8 +398,8 @@ def divide_again(
                         param
                     )
         # 2. Give each kind a group: the one that it has, a copy of a similar one, or a new one. Fractional positions
-        # sort a new group behind a similar one, or else Muon's before and AdamW's behind all groups: with a single
-        # group, AdamW's at position 0, a new one for Muon gets the position -0.5.
+        # sort a new group behind a similar one, or else before all groups if it is Muon's, behind all if AdamW's. With
+        # a single group, AdamW's at position 0, a new one for Muon gets the position -0.5.
         taken: set[int] = set()
         for (algorithm, experts, _, fitting), params in params_of.items():
             if fitting is not None:
@@ -439,8 +439,7 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
         items = [{"params": items}]
     # 2. The entries of each group, with their names.
     groups = []
-    # Whether an entry has a name, to the first such entry.
-    first_entry: dict[bool, str] = {}
+    first_entry: dict[bool, str] = {}  # by whether it has a name
     seen: set[int] = set()
     for number, item in enumerate(items):
         if "params" not in item:
@@ -451,7 +450,7 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
             raise RoutingError(
                 f"the params of param group {number} are a {type(entries).__name__}, expected a list of parameters"
             )
-        # torch accepts a bare tensor, too
+        # torch accepts a bare tensor as well
         entries = [entries] if isinstance(entries, Tensor) else list(entries)
         settings = {key: value for key, value in item.items() if key not in ("params", "param_names")}
         names = item.get("param_names")
@@ -520,10 +519,10 @@ def _refuse_replaced(
 def _with_names_of_both(
     of_caller: NamedParameter | None, of_model: NamedParameter | None, param: Tensor | None
 ) -> NamedParameter:
-    """Return a parameter of the engine's model that is also matched by the caller's names.
+    """Return a parameter with its names in the engine's model and those that the caller gave.
 
     Checkpoints and the other ranks use the first name. A caller who made the optimizer from a model inside the engine's
-    (which may be a loss around it, ``torch.compile``'s, or a larger model) uses shorter names, also in patterns.
+    (which may be a loss around it, ``torch.compile``'s, or a larger model) uses shorter names, in patterns too.
     """
     if of_model is None:
         return of_caller or NamedParameter((), param)  # type: ignore[arg-type]
@@ -547,14 +546,14 @@ def _explicit_algorithms(
     return explicit
 
 
-def _divide(
+def _groups_by_algorithm(
     group: CallerGroup, routes: Mapping[int, Route], config: MuonConfig, rates: Mapping[str, Tensor]
 ) -> list[GroupSettings]:
     """Return the Muon group and the AdamW group that a caller's group becomes, without empty ones.
 
     DeepSpeed's experts are in separate groups, with the marks that its wrappers expect.
     """
-    _checked_settings(group, config)  # raises also for a group without trainable parameters
+    _checked_settings(group, config)  # here, to check groups without trainable parameters as well
     groups: list[GroupSettings] = []
     for algorithm in ("muon", "adamw"):
         params_of: dict[str | None, list[Tensor]] = {}  # by expert-parallel group

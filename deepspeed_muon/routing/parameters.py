@@ -38,7 +38,7 @@ def model_parameters_by_name(
         params[id(param)] = param
     # 2. what each module implies about its parameters
     pipeline = is_pipeline(model)
-    # A list of modules alone has no order, and a stage of a pipeline not all layers.
+    # A list of modules alone has no order, and a stage of a pipeline does not have all layers.
     structure = Structure(is_ordered=not pipeline and not isinstance(model, (nn.ModuleList, nn.ModuleDict)))
     layers: dict[int, Layer] = {}
     shapes: dict[str, AttentionShape | None] = {}
@@ -88,9 +88,9 @@ _EXPERTS_LORA = "LoRA of stacked experts, whose matrices alternate in one tensor
 
 
 def _adapters(module: nn.Module) -> Iterator[tuple[nn.Parameter, Claim]]:
-    """Yield the weights of peft's adapters around a module, except those of LoRA on a single matrix."""
+    """Yield the weights of peft's adapters in a module, except those of LoRA on a single matrix."""
     experts = getattr(module, "num_experts", 1)
-    of_experts = isinstance(experts, int) and experts > 1  # target_parameters
+    of_experts = isinstance(experts, int) and experts > 1  # peft's target_parameters
     for name in getattr(module, "adapter_layer_names", ()):
         adapters = getattr(module, name, None)
         # A and B of LoRA on a single matrix are hidden matrices themselves; all other adapters are AdamW's.
@@ -111,10 +111,7 @@ def is_divided(model: Any) -> bool:
 
 
 def _pipeline_claims(model: Any) -> Iterator[tuple[nn.Parameter, Claim]]:
-    """Yield the parameters of this rank's stage that are the output head, or tied between stages.
-
-    ``model`` is a ``deepspeed.pipe.PipelineModule``.
-    """
+    """Yield the parameters of this rank's stage of a pipeline that are the output head, or tied between stages."""
     # Each stage updates its own copy, and the copies must stay equal: only an elementwise update ensures that.
     for param in model.tied_modules.parameters():
         yield param, Claim("tied", "tied between the stages of a pipeline")

@@ -1,7 +1,7 @@
-"""Decides which parameters Muon updates and which AdamW updates, and why.
+"""Makes the route of every parameter, checks the settings against all routes, and warns of guesses.
 
-A setting of the caller decides first, then the unpartitioned shape of the weight (:func:`true_shape`), then the type of
-its module, its position in the model, and only then its name. All names of a parameter count, so that a head that is
+A setting of the caller decides between Muon and AdamW first, else :mod:`deepspeed_muon.routing.algorithm`. Shapes are
+those before ZeRO 3 partitions a weight (:func:`true_shape`). All names of a parameter count, so that a head that is
 tied to an embedding counts as the embedding.
 """
 
@@ -42,7 +42,7 @@ def route_parameters(
     """Decide the algorithm of every parameter.
 
     The first rule that applies decides: frozen; the caller's explicit choice; ``exclude``; ``include``; not a matrix; a
-    claim for AdamW (norm, embedding, output head, ...); otherwise Muon. The arguments are those of
+    claim for AdamW (norm, embedding, output head, ...); otherwise Muon. For the arguments see
     :func:`routes_if_trained`.
 
     Returns:
@@ -74,13 +74,13 @@ def routes_if_trained(
         One route per parameter, in the same order; ``None`` for frozen ones that cannot be trained.
 
     Raises:
-        RoutingError: If a pattern matches nothing, no attention heads were found, or a parameter that is not frozen is
-            for Muon and no matrix, does not divide as the settings say, or cannot be trained.
+        RoutingError: If a pattern matches nothing, no attention heads were found, or a parameter that is not frozen
+            goes to Muon and is not a matrix, does not divide as the settings say, or cannot be trained.
     """
     config = config or _DEFAULTS
     for member in parameters:
         refuse_lazy(member.names, member.param)
-    # Without modules there are only the claims of names and shapes.
+    # Parameters without modules have only the claims of names and shapes.
     if any(member.layer is None for member in parameters):
         by_name = claims_of_model(parameters, Structure())
         parameters = [
@@ -107,7 +107,7 @@ def routes_if_trained(
 
 
 def current_route(member: NamedParameter, if_trained: Route | None) -> Route:
-    """Return the route of a parameter by whether it is frozen now.
+    """Return the route of a parameter, which depends on whether it is frozen now.
 
     Args:
         member: The parameter.
@@ -132,7 +132,7 @@ def check_routes(
 ) -> None:
     """Check the settings against the names and routes of all parameters of a complete model.
 
-    A pattern of any key may match parameters alone that are ``frozen``, or in no group.
+    A pattern may match only parameters that are ``frozen`` or in no group.
 
     Raises:
         RoutingError: If a pattern matches nothing, or no heads were found.
@@ -148,7 +148,7 @@ def check_routes(
         for pattern in getattr(config, key):
             if not matches(pattern, candidates, key):
                 raise RoutingError(f"optimizer.params.{key}: pattern {pattern!r} {problem} {candidates[:3]}")
-    # A "heads": "config" that divides no weight is a mistake, which would otherwise go unnoticed.
+    # A "heads": "config" that divides no weight is a mistake that would otherwise go unnoticed.
     by_config = [pattern for pattern, entry in config.matrices.items() if entry.heads == "config"]
     per_head = [name for parameter_names, route in routed if route.per_head for name in parameter_names]
     if by_config and not any(matches(pattern, per_head, "matrices") for pattern in by_config):
@@ -161,7 +161,7 @@ def check_routes(
 
 
 def warn_without_muon(routes: Sequence[Route]) -> None:
-    """Warn if Muon updates no parameter of a complete model: intended if only a head is trained, else a mistake."""
+    """Warn if Muon updates no parameter of a complete model: a mistake, unless only a head is trained."""
     if any(route.algorithm == "muon" for route in routes):
         return
     shapes = ", ".join(f"{route.name} {list(route.shape)} ({route.reason})" for route in routes[:5])
@@ -177,7 +177,7 @@ def warn_without_muon(routes: Sequence[Route]) -> None:
 
 
 def warn_of_large_guesses(routes: Sequence[Route]) -> None:
-    """Warn of large weights whose algorithm is a guess, and of Muon's that may be heads; the largest first."""
+    """Warn of large weights whose algorithm is a guess, and of weights of Muon that may be heads; the largest first."""
     guesses = [route for route in routes if not route.certain]
     rows = rows_of([r for r in guesses if r.numel >= _LARGE or r.reason.startswith(PERHAPS_HEAD)])
     if not rows:
@@ -236,23 +236,23 @@ def _refuse_untrainable(member: NamedParameter) -> None:
 def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Algorithm]) -> Route:
     shape = true_shape(member.param)
     # 1. Which algorithm?
-    # Of several patterns of "matrices" that match, the first one that has a key decides this key.
+    # If several patterns of "matrices" match, the first one with a key decides that key.
     entries: dict[str, Any] = {}
     for pattern, entry in config.matrices.items():
         if matches(pattern, member.names, "matrices"):
             entries = {**entry.model_dump(exclude_none=True), **entries}
     settings = MatricesConfig(**entries)
     # A setting that asks for Muon makes a 3-dimensional weight a stack of matrices (_matrix_kind). "heads": "config" is
-    # no such setting: it is meant for broad patterns such as "*".
+    # not one, as it is meant for broad patterns such as "*".
     is_set_to_muon = (
         explicit.get(id(member.param)) == "muon"
-        or _chosen(member, config, "include") is not None
+        or _matching_pattern(member, config, "include") is not None
         or settings.split is not None
         or settings.transposed is not None
         or isinstance(settings.heads, (int, list))
     )
     kind = _matrix_kind(member, shape, is_set_to_muon=is_set_to_muon)
-    algorithm, claim = _decide(member, kind, config, explicit)
+    algorithm, claim = _choose_algorithm(member, kind, config, explicit)
     if algorithm != "muon":
         return Route(member.name, shape, algorithm, claim.reason, rule=claim.rule, certain=claim.certain)
     if kind is None:
@@ -282,9 +282,7 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
             f"optimizer.params.exclude"
         )
     # 3. Into which blocks does it divide, in the unsharded layer and in this rank's shard?
-    blocks, per_head, description = (
-        ((0,), False, "") if member.awaits_shards else _divide(member, kind, experts, transposed, settings)
-    )
+    blocks, per_head, description = _output_blocks(member, kind, experts, transposed, settings)
     shards = member.shards
     if shards is not None:
         fused = settings.split is not None
@@ -307,13 +305,15 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
     )
 
 
-def _divide(
+def _output_blocks(
     member: NamedParameter, kind: MatrixKind, experts: int, transposed: bool, settings: MatricesConfig
 ) -> tuple[tuple[int, ...], bool, str]:
     """Return the sizes of the blocks along the output, whether they are heads, and a description for the reason.
 
-    They are those of the unsharded layer, also if this rank has a shard of it.
+    The blocks are those of the unsharded layer, even if this rank has a shard of it.
     """
+    if member.awaits_shards:  # unknown before an engine says how it is cut
+        return (0,), False, ""
     shape = member.full_shape
     # Example: 16 experts of Llama 4, (16, 5120, 16384) and stored as input x output, have 16384 outputs each. "gate_up"
     # splits them into blocks of 8192 columns in each of the 16 matrices.
@@ -330,7 +330,7 @@ def _divide(
             interleaved=member.layer is not None and member.layer.interleaved,
         )
         description += f", split into {' + '.join(map(str, sizes))}"
-    # Heads divide each part further.
+    # Heads divide each part again.
     attention = member.attention if settings.heads == "config" and kind == "matrix" else None
     counts: int | Sequence[int] = (1,) * len(sizes)
     if attention is not None:
@@ -349,7 +349,7 @@ def _divide(
     return blocks, per_head, description
 
 
-def _chosen(member: NamedParameter, config: MuonConfig, key: str) -> str | None:
+def _matching_pattern(member: NamedParameter, config: MuonConfig, key: str) -> str | None:
     """Return the first pattern of ``include`` or ``exclude`` that matches the parameter, or ``None``."""
     return next((pattern for pattern in getattr(config, key) if matches(pattern, member.names, key)), None)
 
@@ -359,7 +359,7 @@ def _matrix_kind(
 ) -> MatrixKind | None:
     """Return how the parameter can be read as a matrix, or ``None`` if it cannot.
 
-    If a setting selects it for Muon, a 3-dimensional parameter that is not named ``experts`` counts as a stack, too.
+    If a setting selects it for Muon, a 3-dimensional parameter counts as a stack even if it is not named ``experts``.
     """
     if len(shape) < 2 or min(shape) == 0 or member.kind == "LoRA of experts":
         return None
@@ -383,14 +383,14 @@ def _is_experts(member: NamedParameter) -> bool:
     return member.kind == "experts" or any("experts" in plain_name(name).split(".") for name in member.names)
 
 
-def _decide(
+def _choose_algorithm(
     member: NamedParameter, kind: MatrixKind | None, config: MuonConfig, explicit: Mapping[int, Algorithm]
 ) -> tuple[Algorithm, Claim]:
-    """Return the algorithm and the claim that decides it."""
+    """Return the algorithm and the claim that decides it, which may be a setting."""
     if id(member.param) in explicit:
         return explicit[id(member.param)], Claim("group", "the caller's param group says so")
-    if (pattern := _chosen(member, config, "exclude")) is not None:
+    if (pattern := _matching_pattern(member, config, "exclude")) is not None:
         return "adamw", Claim("exclude", f"exclude pattern {pattern!r}")
-    if (pattern := _chosen(member, config, "include")) is not None:
+    if (pattern := _matching_pattern(member, config, "include")) is not None:
         return "muon", Claim("include", f"include pattern {pattern!r}")
     return decide(member, kind)

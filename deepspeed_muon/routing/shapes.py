@@ -3,7 +3,7 @@
 The output of a layer is the first dimension of its weight, or the last if the weight is stored as input x output
 (Hugging Face's ``Conv1D``, the stacked experts of gpt-oss and Llama 4). ``split`` divides the output into the parts of
 a fused projection (query, key and value), ``heads`` divides each part again, and every block is orthogonalised and
-scaled by itself. The input is never divided: an output projection, whose heads are along its input, is one block.
+scaled separately. The input is never divided: an output projection, whose heads are along its input, is one block.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from deepspeed_muon.plan.layout import TensorShards
 SplitRule = str | Sequence[int]
 """Sizes of the parts, or the word ``qkv`` or ``gate_up``."""
 
-# The attribute of AttentionShape with the heads of a projection, by the last component of its name. q_b_proj and
-# kv_b_proj are the up-projections of multi-head latent attention.
+# By the last component of a projection's name, the attribute of AttentionShape with its heads. q_b_proj and kv_b_proj
+# are the up-projections of multi-head latent attention.
 _PROJECTIONS = {
     **dict.fromkeys(("q_proj", "query", "wq", "q", "q_b_proj"), "query"),
     **dict.fromkeys(("k_proj", "key", "wk", "k"), "key"),
@@ -32,8 +32,8 @@ _FUSED_NAMES = frozenset(
     {"qkv_proj", "qkv", "wqkv", "c_attn", "query_key_value", "in_proj_weight", "in_proj_qkv"}
 )
 
-# Projections that are stored head by head: query, key and value of the first head, then of the second. The rows of the
-# query are not contiguous.
+# Projections that are stored head by head: query, key and value of the first head, then of the second, so that the rows
+# of the query are not contiguous.
 _INTERLEAVED_NAMES = frozenset({"query_key_value", "in_proj_qkvz"})
 _INTERLEAVED_MODELS = frozenset({"gpt_bigcode"})
 
@@ -51,9 +51,9 @@ class AttentionShape:
     """The heads of an attention module, from a Hugging Face style configuration or the module itself.
 
     Attributes:
-        query: Query heads, those of multi-head latent attention before those of ordinary attention.
+        query: Query heads: those of multi-head latent attention, then those of ordinary attention.
         key: Key heads; fewer than query heads with grouped queries.
-        value: Value heads; they differ from the key heads in linear attention only.
+        value: Value heads; only in linear attention other ones than key heads.
         latent: Heads of the joint key and value projection of multi-head latent attention.
         model_type: The configuration's ``model_type``.
     """
@@ -68,7 +68,7 @@ class AttentionShape:
     def from_linear_attention(cls, module: nn.Module) -> AttentionShape | None:
         """Read the heads of a linear attention layer (gated delta rule); ``None`` for any other module.
 
-        Such layers have other heads than the configuration.
+        The heads of such a layer are not those of the configuration.
         """
         keys, width = (_first(module, (name,)) for name in ("num_k_heads", "head_k_dim"))
         if keys is None or width is None:
@@ -78,7 +78,7 @@ class AttentionShape:
 
     @classmethod
     def from_config(cls, config: object) -> AttentionShape | None:
-        """Read a configuration object; ``None`` if it gives no number of attention heads."""
+        """Read a configuration; ``None`` if it gives no number of attention heads."""
         heads = _first(config, _HEADS)
         if heads is None:
             return None
@@ -117,7 +117,7 @@ class AttentionShape:
         """Return the number of heads of each part of the projection ``leaf``, given their sizes; 1 where unknown."""
         if len(sizes) == 1:
             return (self.heads_of(leaf, sizes[0]) or 1,)
-        # A split into other sizes than those of query, key and value has parts of unknown meaning.
+        # In a split into other sizes than those of query, key and value, the parts have no known meaning.
         if leaf in _FUSED_NAMES and tuple(sizes) == self.qkv_sizes():
             return [count for count, _ in self._fused]
         return (1,) * len(sizes)
@@ -261,7 +261,7 @@ def shard_blocks(
     """
     # The output is dimension 0, or 1 of a weight that is stored as input x output: int(transposed).
     if len(blocks) == 1:
-        # Sharded along the output, so that this rank has some rows of the block.
+        # Sharded along the output, this rank has some rows of the block.
         if shards.dim == int(transposed):
             return shards.sizes[:1], shards
         return tuple(blocks), shards
@@ -300,9 +300,9 @@ def shard_blocks(
 def blocks_of_shard(
     blocks: Sequence[int], shards: TensorShards
 ) -> tuple[tuple[int, ...], tuple[bool, ...]] | None:
-    """Return the lengths of a shard's blocks, and whether each is a complete one.
+    """Return the lengths of a shard's blocks, and whether each of them is complete.
 
-    ``blocks`` are the lengths of those of the full matrix along its sharded dimension. ``None`` if the ranks' shards do
+    ``blocks`` are the lengths of the full matrix's blocks along its sharded dimension. ``None`` if the ranks' shards do
     not have equal blocks, so that they cannot be orthogonalised in the same way.
     """
     fused, ranks = shards.fused or (sum(shards.sizes),), len(shards.sizes)
