@@ -1,8 +1,8 @@
 """Every key of ``optimizer.params`` and of the constructor, with its type, default, check and documentation.
 
 The keys of DeepSpeed's own Muon have the same names, meanings and defaults, so that an existing configuration runs
-unchanged, but for ``torch_adam`` and ``per_head_muon``, which do not exist. Unknown keys are errors, because a run that
-ignores a misspelt key has the wrong settings.
+unchanged, except for ``torch_adam`` and ``per_head_muon``, which do not exist. Unknown keys are errors, because a run
+that ignores a misspelt key has the wrong settings.
 
 A setting of the caller's param group overrides the key of one algorithm (``muon_lr``, ``adam_weight_decay``, ...),
 which overrides the shared key (``lr``, ``weight_decay``).
@@ -25,14 +25,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from deepspeed_muon.config import values as v
 from deepspeed_muon.config.keywords import MuonKeywords
 from deepspeed_muon.config.values import (
+    TORCH_OPTIONS,
+    ChunkNumel,
+    Eps,
+    Flag,
+    Fraction,
+    Integer,
     MatricesConfig,
     MomentumWarmupConfig,
+    Number,
     QkClipConfig,
+    Rate,
     RestoreConfig,
+    SecondBeta,
+    plain,
+    readable,
     shown,
+    unknown_key_message,
 )
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import (
@@ -51,7 +62,7 @@ from deepspeed_muon.variants import VARIANTS
 
 OUR_TYPE = "deepspeed_muon"
 MUON_TYPES = ("muon", OUR_TYPE)
-"""A name of ``optimizer.type`` beside ``Muon``, which DeepSpeed's own Muon has too."""
+"""The values of ``optimizer.type``, in lower case, that mean this optimizer; the first is DeepSpeed's Muon's too."""
 
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
@@ -76,7 +87,7 @@ else:
         "_VariantSettings",
         **{
             setting.name: (
-                Annotated[v.Number, setting.limits],
+                Annotated[Number, setting.limits],
                 Field(default=setting.default, description=setting.description),
             )
             for setting in VARIANT_SETTINGS.values()
@@ -89,28 +100,28 @@ class MuonConfig(_VariantSettings):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: v.Rate | None = Field(
+    lr: Rate | None = Field(
         default=None,
         description="Learning rate of all parameters, unless `muon_lr` or `adam_lr` is set.",
     )
-    muon_lr: v.Rate | None = Field(
+    muon_lr: Rate | None = Field(
         default=None, description=f"Learning rate of Muon; unset: `lr`, else {DEFAULT_MUON_LR}."
     )
-    adam_lr: v.Rate | None = Field(
+    adam_lr: Rate | None = Field(
         default=None, description=f"Learning rate of AdamW; unset: `lr`, else {DEFAULT_ADAM_LR}."
     )
-    momentum: v.Fraction = Field(default=0.95, description="Decay of Muon's momentum.")
+    momentum: Fraction = Field(default=0.95, description="Decay of Muon's momentum.")
     momentum_warmup: MomentumWarmupConfig | None = Field(
         default=None,
         description='Raises the momentum linearly in the first steps, as in `{"from": 0.85, "steps": 300}` '
         "([momentum](settings.md#momentum)).",
     )
-    nesterov: v.Flag = Field(default=True, description="Nesterov momentum.")
-    weight_decay: v.Rate = Field(default=0.0, description="Weight decay of all parameters.")
-    muon_weight_decay: v.Rate | None = Field(
+    nesterov: Flag = Field(default=True, description="Nesterov momentum.")
+    weight_decay: Rate = Field(default=0.0, description="Weight decay of all parameters.")
+    muon_weight_decay: Rate | None = Field(
         default=None, description="Weight decay of Muon; unset: `weight_decay`."
     )
-    adam_weight_decay: v.Rate | None = Field(
+    adam_weight_decay: Rate | None = Field(
         default=None, description="Weight decay of AdamW; unset: `weight_decay`."
     )
     weight_decay_mode: WeightDecayMode = Field(
@@ -118,16 +129,16 @@ class MuonConfig(_VariantSettings):
         description="`decoupled` (multiplied by the learning rate), `independent` (not), `cautious` (decoupled, only "
         "where the update has the weight's sign).",
     )
-    betas: tuple[v.Fraction, v.SecondBeta] = Field(
+    betas: tuple[Fraction, SecondBeta] = Field(
         default=(0.9, 0.95), description="AdamW's betas; the second must be above 0."
     )
-    eps: v.Eps = Field(default=1e-10, description="AdamW's epsilon.")
-    adam_w_mode: v.Flag = Field(default=True, description="`true`: AdamW; `false`: Adam with an L2 term.")
+    eps: Eps = Field(default=1e-10, description="AdamW's epsilon.")
+    adam_w_mode: Flag = Field(default=True, description="`true`: AdamW; `false`: Adam with an L2 term.")
     adjust_lr_fn: AdjustLrName = Field(
         default="original",
         description="How the update is scaled by the shape of the matrix ([rules](settings.md#scale-of-the-update)).",
     )
-    update_scale: Annotated[v.Number, Field(gt=0, le=1e4)] = Field(
+    update_scale: Annotated[Number, Field(gt=0, le=1e4)] = Field(
         default=1.0,
         description="Another factor of Muon's updates, after `adjust_lr_fn`; it does not scale the weight decay "
         "(Megatron-LM's `muon_extra_scale_factor`).",
@@ -136,12 +147,12 @@ class MuonConfig(_VariantSettings):
         default="gram",
         description="`gram` iterates on the Gram matrix if the sides differ enough, `standard` on the matrix itself.",
     )
-    ns_schedule: NsScheduleName | list[tuple[v.Number, v.Number, v.Number]] = Field(
+    ns_schedule: NsScheduleName | list[tuple[Number, Number, Number]] = Field(
         default="quintic",
         description="Coefficients of the Newton-Schulz steps: `quintic` or `polar_express` (any number of steps), "
         "`polar_express_5` or `cans` (5 steps), `deepseekv4` (10 steps), or your own, as `[[a, b, c], ...]`.",
     )
-    ns_steps: v.Integer | None = Field(
+    ns_steps: Integer | None = Field(
         default=None,
         ge=1,
         le=100,
@@ -200,23 +211,23 @@ class MuonConfig(_VariantSettings):
         description="What to do about an infinity or NaN in a gradient: `skip` the step, or raise an `error`. With a "
         "dynamic loss scale the step is always skipped.",
     )
-    exchange_chunk_numel: v.ChunkNumel = Field(
+    exchange_chunk_numel: ChunkNumel = Field(
         default=1 << 26,
         description="Largest number of elements that a rank owns in a chunk; it bounds the communication buffers "
         "([architecture.md](architecture.md#glossary)).",
     )
-    exchange_overlap: v.Flag = Field(
+    exchange_overlap: Flag = Field(
         default=True,
         description="Overlap communication with Newton-Schulz. `false` gives bit-identical results with a third of the "
         "buffers. `true` has no effect if the largest matrix takes the buffers above 1 GiB (90 million elements in "
         "bf16).",
     )
-    health: Annotated[v.Integer, Field(ge=0, le=1_000_000)] = Field(
+    health: Annotated[Integer, Field(ge=0, le=1_000_000)] = Field(
         default=100,
         description="Steps between two samples for DeepSpeed's monitors. `false` turns off the samples and the check "
         "of every update ([health.md](health.md)).",
     )
-    consolidate_on_save: v.Flag = Field(
+    consolidate_on_save: Flag = Field(
         default=False, description="`save_checkpoint` also writes a consolidated set."
     )
     restore_from: RestoreConfig | None = Field(
@@ -244,10 +255,8 @@ class MuonConfig(_VariantSettings):
         # 1. Unknown keys, with suggestions. Pydantic would only say "Extra inputs are not permitted".
         unknown = [str(key) for key in params or {} if key not in cls.model_fields]
         if unknown:
-            raise ConfigError(
-                "\n".join(v.unknown_key_message(key, cls.model_fields, where) for key in unknown)
-            )
-        # 2. The others by themselves and together; those of the iteration, which no param group has, at last.
+            raise ConfigError("\n".join(unknown_key_message(key, cls.model_fields, where) for key in unknown))
+        # 2. The others, each alone and together; finally those of the iteration, which no param group has.
         config = cls.of_values(params or {}, where)
         config.check_iteration()
         return config
@@ -256,11 +265,11 @@ class MuonConfig(_VariantSettings):
     def of_values(cls, values: Mapping[str, object], where: str) -> MuonConfig:
         """Return :meth:`from_params` of known keys, without :meth:`check_iteration`."""
         # null is the default
-        given = {key: v.plain(value) for key, value in values.items() if value is not None}
+        given = {key: plain(value) for key, value in values.items() if value is not None}
         try:
             config = cls.model_validate(given)
         except ValidationError as error:
-            raise ConfigError("\n".join(v.readable(e, where) for e in error.errors())) from None
+            raise ConfigError("\n".join(readable(e, where) for e in error.errors())) from None
         config.check_combinations()
         return config
 
@@ -333,7 +342,7 @@ class MuonConfig(_VariantSettings):
 
     @property
     def cut_divisor(self) -> int:
-        """What divides the elements before a cut of a stack for several owners: no block of int8 momentum is cut."""
+        """Stacks are cut for several owners at multiples of so many elements: no block of int8 momentum is cut."""
         return BLOCK if self.momentum_dtype == "int8" else 1
 
     def muon_defaults(self) -> GroupSettings:
@@ -365,7 +374,7 @@ class MuonConfig(_VariantSettings):
         Both have the keys of both, because schedulers write the same keys into all groups.
         """
         muon, adam = self.muon_defaults(), self.adam_defaults()
-        # Of keys that both read (lr, weight_decay) the group has the value of its own algorithm.
+        # The keys that both read (lr, weight_decay) have the value of the group's own algorithm.
         return {**adam, **muon} if algorithm == "muon" else {**muon, **adam}
 
     @property
@@ -402,14 +411,14 @@ def refuse_misspelt_keys(group: Mapping[str, object], where: str, not_misspelt: 
         ConfigError: Naming the key.
     """
     for key, value in group.items():
-        # A group may have keys of the caller's own ("name", "lr_scale"), so unknown ones are refused only if they
+        # The caller may have keys of its own in a group ("name", "lr_scale"), so unknown ones are refused only if they
         # resemble a setting ("weight_deca").
-        is_on = key in v.TORCH_OPTIONS and value is not None and value is not False
+        is_on = key in TORCH_OPTIONS and value is not None and value is not False
         is_misspelt = key not in not_misspelt and difflib.get_close_matches(
             str(key), GROUP_KEYS, n=1, cutoff=0.8
         )
-        if is_on or (is_misspelt and key not in v.TORCH_OPTIONS):
-            raise ConfigError(v.unknown_key_message(key, GROUP_KEYS, where))
+        if is_on or (is_misspelt and key not in TORCH_OPTIONS):
+            raise ConfigError(unknown_key_message(key, GROUP_KEYS, where))
 
 
 def checked_group_settings(
@@ -418,16 +427,16 @@ def checked_group_settings(
     """Check the settings in a param group as ``optimizer.params`` is checked, and return those that it has.
 
     Args:
-        group: The param group. Keys that are no settings are ignored.
+        group: The param group. Keys that are not settings are ignored.
         where: The group in error messages.
         config: The settings with which they have to be compatible; ``None`` for the defaults.
 
     Raises:
         ConfigError: With a line for each bad key, and for each type that it can have, naming the key and the value.
     """
-    # 1. None, which stands for a default in optimizer.params, and rates that are no settings.
+    # 1. None, which stands for a default in optimizer.params only; and rates, which have bounds of their own here.
     values = {key: group[key] for key in sorted(group.keys() & GROUP_SETTINGS - _GROUP_RATES.keys())}
-    rates = {key: v.plain(group[key]) for key in _GROUP_RATES if key in group}
+    rates = {key: plain(group[key]) for key in _GROUP_RATES if key in group}
     problems = [f"{where}.{key}: must be set (got None)" for key, value in values.items() if value is None]
     for key, number in rates.items():
         low, high = _GROUP_RATES[key]
@@ -438,8 +447,7 @@ def checked_group_settings(
             )
     if problems:
         raise ConfigError("\n".join(problems))
-    # 2. The settings, each alone and together.
-    # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
+    # 2. The settings, each alone and together. During a run momentum may have been lowered below the warm-up's start.
     checked = MuonConfig.of_values(
         {**(config or MuonConfig()).model_dump(), "momentum_warmup": None, **values}, where
     )
@@ -454,19 +462,19 @@ def refuse_unusable(
     Args:
         groups: The param groups.
         config: The settings with which they have to be compatible.
-        checked: By number of the group, the values that the last call took. Mutated. A step takes some microseconds:
-            beside the rate, only values that changed are checked.
+        checked: By number of the group, the values that the last call accepted. Mutated. A step can spare only some
+            microseconds for this, so beside the rate only values that changed are checked.
     """
     low, high = _GROUP_RATES["lr"]
     for number, group in enumerate(groups):
-        lr, settings = v.plain(group["lr"]), _settings_of(group)
+        lr, settings = plain(group["lr"]), _settings_of(group)
         try:
             is_checked = checked.get(number) == settings
         except (RuntimeError, ValueError):  # a tensor or array of several elements, which the check refuses
             is_checked = False
         if not (is_checked and isinstance(lr, float) and low <= lr <= high):
             checked_group_settings(group, f"param group {number}", config)
-            checked[number] = tuple(map(v.plain, settings))
+            checked[number] = tuple(map(plain, settings))
 
 
 _settings_of = operator.itemgetter(*sorted(GROUP_SETTINGS - {"lr"}))

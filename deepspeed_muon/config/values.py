@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
 
 
 def _as_integer(value: object) -> object:
-    """Return the whole number that JSON writes as 1e8, 0 for False (``health``), and any other value as it is."""
+    """Return 1e8, as JSON may have it, as an int, False (for ``health``) as 0, and any other value as it is."""
     return int(value) if value is False or (isinstance(value, float) and value.is_integer()) else value
 
 
@@ -117,10 +117,10 @@ def _as_integer(value: object) -> object:
 Number = Annotated[float, Field(strict=True)]
 Integer = Annotated[int, Field(strict=True), BeforeValidator(_as_integer)]
 Flag = Annotated[bool, Field(strict=True)]
-# A larger rate or decay is a mistake: the bound is far above useful values and far below the largest fp32.
+# A larger rate or decay is a mistake: the bound is far above all useful values, and far below the largest fp32.
 Rate = Annotated[Number, Field(ge=0, le=1e4)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
-# AdamW divides by the root of the second moment, which without decay is |gradient|: the update would be its sign.
+# AdamW divides by the root of the second moment. With a beta of 0 that is |gradient|, and the update would be its sign.
 SecondBeta = Annotated[Number, Field(gt=0, lt=1)]
 # In fp32 a smaller one may round to 0, and 0 / 0 is NaN. Values up to 1 are in use.
 Eps = Annotated[Number, Field(ge=1e-30, le=100)]
@@ -137,7 +137,7 @@ class _Section(BaseModel):
 
 
 class MatricesConfig(_Section):
-    """A value of ``matrices``: the matrices of which the weights that match its pattern consist."""
+    """A value of ``matrices``: which matrices the weights that match its pattern consist of."""
 
     split: Literal["qkv", "gate_up"] | Sizes | None = Field(
         default=None,
