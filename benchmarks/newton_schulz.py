@@ -114,13 +114,13 @@ def in_graphs(runs: dict[str, Run], x: Tensor, settings: NsSettings) -> dict[str
 def candidates(x: Tensor, settings: NsSettings) -> dict[str, Run]:
     """Return what the rule chooses from on a GPU, as ``cuBLAS, gram`` or ``ops, standard, graph``."""
     runs: dict[str, Run] = {}
-    for order in ("gram", "standard"):
-        iterations = {"cuBLAS": torch_iteration(order), "ops": native_iteration(order, builder.load())}
+    for method in ("gram", "standard"):
+        iterations = {"cuBLAS": torch_iteration(method), "ops": native_iteration(method, builder.load())}
         for name, products in (("triton", triton_products()), ("quack", quack_products())):
             if products is not None:
-                iterations[name] = torch_iteration(order, products)
+                iterations[name] = torch_iteration(method, products)
         for name, iteration in iterations.items():
-            runs[f"{name}, {order}"] = functools.partial(iteration, settings=settings)
+            runs[f"{name}, {method}"] = functools.partial(iteration, settings=settings)
     return runs | in_graphs(runs, x, settings)
 
 

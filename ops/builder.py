@@ -1,9 +1,9 @@
 """Builds the native operators, ``torch.ops.deepspeed_muon``, when they are first used, and loads them.
 
 Importing this module builds and loads nothing; the first :func:`load` does. ``torch.utils.cpp_extension`` compiles, and
-here is what it lacks: code for ``sm_90a``, no fast math, one build by processes that start at once, a lock that ends
-with the process that has it. The folder of a build is named by a digest of sources, flags and torch's version, so that
-a stale library is never loaded; nothing else is read there.
+here is what it lacks: code for ``sm_90a``, no fast math, a single build when many processes start at once, a lock that
+ends with its process. A digest of sources, flags and torch's version names the folder of a build, so that a stale
+library is never loaded; nothing else is read there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CSRC = Path(__file__).resolve().parent / "csrc"
 # Seconds to wait for a build in another process. A CPU build takes about 10 s, one with CUDA up to some minutes.
 _WAIT_SECONDS = 1200.0
 
-# Architecture-specific targets: code for sm_90 without the "a" cannot use wgmma.
+# Targets of one architecture: code for sm_90 without the "a" cannot use wgmma.
 _ARCH_SPECIFIC = {"90": "90a", "100": "100a", "120": "120a"}
 
 
@@ -94,8 +94,8 @@ def has_kernel(operators: ModuleType | None, device: str, name: str) -> bool:
 
 
 def built_library() -> Path | None:
-    """Return the library for this machine if it is built, also where there is no nvcc any more."""
-    # A library without CUDA kernels serves only where they cannot be built.
+    """Return the library for this machine if it is built, even if there is no nvcc any more."""
+    # A library without CUDA kernels will do only if they cannot be built.
     choices = (True,) if cuda_reason() is None else (True, False)
     paths = (library_path(with_cuda=with_cuda) for with_cuda in choices)
     # Not path.exists(), which raises for a folder that may not be entered (HOME of another user).
@@ -148,7 +148,7 @@ def build_and_load() -> None:
     path = library_path(with_cuda=with_cuda)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The operating system releases it when its process ends.
+        # The operating system releases the lock when its process ends.
         with FileLock(path.parent / ".building", timeout=_WAIT_SECONDS):
             if path.exists():  # another process has built it meanwhile
                 _load_library(path)
@@ -177,7 +177,7 @@ def _load_library(path: Path) -> None:
 
 
 def _build(path: Path, *, with_cuda: bool) -> None:
-    """Compile and load; a build whose CUDA kernels fail is replaced by one without, so that no process tries again."""
+    """Compile and load. If the CUDA kernels fail, the library is built without them, so that no process tries again."""
     announce(
         "deepspeed_muon: building its native operators%s into %s, once for this torch and this machine; that takes a "
         "minute or two (`python -m deepspeed_muon report --selftest` builds them ahead)",
@@ -201,7 +201,7 @@ def _compile(path: Path, *, with_cuda: bool) -> None:
     """Compile in a subfolder, which torch loads, and rename the library, so that no process loads an incomplete one."""
     from torch.utils import cpp_extension
 
-    # Of a build that was killed; torch would wait for its lock for ever.
+    # A build that was killed leaves a lock, for which torch would wait for ever.
     work = path.parent / "build"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -238,7 +238,7 @@ def cxx_flags() -> list[str]:
     major, minor = (int(number) for number in torch.__version__.split(".")[:2])
     # No -march=native: the library may be loaded on another processor (a shared home directory). Loops that gain from
     # longer vectors are compiled several times and dispatched at run time. OpenMP is compiled in but not linked: its
-    # symbols come from the runtime that torch has loaded, so that there is one pool of threads.
+    # symbols come from the runtime that torch has loaded, so there is one pool of threads.
     standard = "-std=c++20" if (major, minor) >= (2, 12) else "-std=c++17"
     return ["-O3", standard, "-fopenmp", "-fvisibility=hidden", "-Wno-psabi"]
 
@@ -280,7 +280,7 @@ def find_nvcc() -> str | None:
 
 @functools.cache
 def cuda_home(nvcc: str) -> str:
-    """Return the folder of the toolkit of an nvcc, which may be a script that calls another nvcc."""
+    """Return the folder of the toolkit that an nvcc belongs to; it may be a script that calls another nvcc."""
     command = [nvcc, "--dryrun", "-x", "cu", os.devnull]
     dry_run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     # nvcc prints the environment that it would set: #$ TOP=/usr/local/cuda-13.0

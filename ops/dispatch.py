@@ -20,17 +20,18 @@ from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, runs_gram
 
 from . import builder, self_test, torch_operators
 from .graphs import Replayed, Run, native_iteration, torch_iteration, triton_products
+from .self_test import index_of
 
 NsBackend = Literal["auto", "ops", "torch"]
 Kernels = Literal["sm90", "triton", "torch", "ops"]
 """What computes an iteration: this package's kernel for Hopper, Triton's, or torch's code; with ``ns_backend: ops``
-also the native iteration over cuBLAS, for what the rule has no native kernel for."""
+also the native iteration over cuBLAS, for problems that have no kernel of this package."""
 
 # Elements of the largest batch: stacking copies its matrices, and the iteration needs three times that memory again.
 BATCH_NUMEL = 1 << 26
 
-# Up to this many FLOPs a CUDA graph is replayed: 1.5 ms of an H200, about what the host needs to launch an iteration.
-# Above, the GPU takes longer than the host, and a graph would only cost memory.
+# Up to this many FLOPs a CUDA graph is replayed: 1.5 ms on an H200, about what the host needs to launch an iteration.
+# Above that the GPU takes longer than the host, and a graph would only cost memory.
 _GRAPH_UP_TO = 1e12
 
 # The symmetric kernels need sides that are multiples of the first (include/muon_cuda.h), and pay from the second on.
@@ -80,9 +81,10 @@ class Problem:
     @property
     def flops(self) -> float:
         """Multiplications and additions of the standard iteration over the batch."""
-        return self.batch * _standard_flops(self.rows, self.cols, self.settings)
+        m, n = sorted((self.rows, self.cols))
+        return float(self.batch * len(self.settings.coefficients) * (4 * m * m * n + 2 * m**3))
 
-    def order(self, kernels: Kernels) -> NsMethod:
+    def method(self, kernels: Kernels) -> NsMethod:
         """Return ``gram`` or ``standard``; kernels that halve the symmetric products run ``gram`` for more shapes."""
         short, long = sorted((self.rows, self.cols))
         halves = kernels in ("sm90", "triton")
@@ -141,27 +143,16 @@ RULE = (
         lambda problem: True,
     ),
 )
-"""The first row that fits and whose kernels this machine has, and that pass :mod:`.self_test`, is taken."""
+"""The first row that fits is taken whose kernels this machine has and that pass :mod:`.self_test`."""
 
 OTHER_RULES = (
-    "order: gram from a ratio of the sides of 1.3 on with kernels that halve symmetric products, of 2 with torch's; "
+    "method: gram from a ratio of the sides of 1.3 on with kernels that halve symmetric products, of 2 with torch's; "
     f"else standard ({_H200}: gram won all 10 batches from 2.69 on; below 2.69 it was not timed)",
     f"CUDA graph: batches of at most {_GRAPH_UP_TO:g} FLOPs ({_H200}: as the fastest of 16 batches, within 3 %)",
     "dtype: fp16 on a GPU; on a CPU bf16 where it multiplies bf16 (AMX, AMD's AVX512-BF16), else fp32 "
     "(benchmarks/results/newton_schulz-xeon-avx512.md and -bf16.md: on an Intel without AMX bf16 is slower)",
 )
-"""What the rule decides beside kernels, for the report."""
-
-
-def _standard_flops(rows: int, cols: int, settings: NsSettings) -> float:
-    m, n = min(rows, cols), max(rows, cols)
-    return float(len(settings.coefficients) * (4 * m * m * n + 2 * m**3))
-
-
-def graph_batch(rows: int, cols: int, settings: NsSettings) -> int:
-    """Return how many matrices of this shape, at most, are iterated in one CUDA graph; 0 where there is no graph."""
-    stacked = max(1, BATCH_NUMEL // max(1, rows * cols))
-    return min(stacked, int(_GRAPH_UP_TO // max(1.0, _standard_flops(rows, cols, settings))))
+"""What is decided besides kernels, for the report."""
 
 
 @dataclass(slots=True)
@@ -169,7 +160,7 @@ class _Choice:
     """What runs a problem, the number of calls, and why there is no graph although the rule has one."""
 
     kernels: Kernels
-    order: NsMethod
+    method: NsMethod
     run: Run
     calls: int = 0
     note: str = ""
@@ -177,7 +168,7 @@ class _Choice:
     @property
     def name(self) -> str:
         is_replayed = isinstance(self.run, Replayed) and self.run.is_captured
-        return f"{self.kernels} {self.order}{' in a CUDA graph' if is_replayed else ''}"
+        return f"{self.kernels} {self.method}{' in a CUDA graph' if is_replayed else ''}"
 
 
 class Orthogonalizer:
@@ -250,20 +241,20 @@ class Orthogonalizer:
         choice = self._choices.get(problem)
         if choice is None:
             kernels = self._kernels(problem)
-            order = problem.order(kernels)
-            run = self._iteration(kernels, order)
-            # Not all shapes are known at bind: a step without some gradients has smaller batches, which get no graph.
+            method = problem.method(kernels)
+            run = self._iteration(kernels, method)
+            # A step without some of the gradients has smaller batches, which were not prepared and get no graph.
             on_gpu = prepared and problem.device.type == "cuda" and self.backend != "torch"
             if on_gpu and problem.flops <= _GRAPH_UP_TO:
                 run = Replayed(run)
-            choice = self._choices[problem] = _Choice(kernels, order, run)
+            choice = self._choices[problem] = _Choice(kernels, method, run)
         return choice
 
     def _kernels(self, problem: Problem) -> Kernels:
         if self.backend == "torch":
             return "torch"
         if self.backend == "ops" and problem.device.type == "cuda":
-            if reason := self._native_is_missing(problem.device):
+            if reason := self._native_failure(problem.device):
                 raise _not_native(f"the native iteration cannot run on this GPU: {reason}")
             return "sm90" if problem.is_for_kernels and self._has("sm90", problem.device) else "ops"
         rows = (row.kernels for row in RULE if row.fits(problem))
@@ -271,7 +262,7 @@ class Orthogonalizer:
 
     def _has(self, kernels: Kernels, device: torch.device) -> bool:
         if kernels == "sm90":
-            if self._native_is_missing(device):
+            if self._native_failure(device):
                 return False
             assert self._operators is not None
             return bool(self._operators.sym_gemm_kernel(index_of(device)) == "sm90")
@@ -279,17 +270,17 @@ class Orthogonalizer:
             return triton_products() is not None and not self_test.failure("Triton's product", device)
         return True
 
-    def _native_is_missing(self, device: torch.device) -> str:
+    def _native_failure(self, device: torch.device) -> str:
         """Return why the native iteration cannot run on a GPU, or an empty text."""
         if not builder.has_kernel(self._operators, "cuda", "sym_gemm"):
             return "the library has no CUDA kernels"
         return self_test.failure("symmetric product", device)
 
-    def _iteration(self, kernels: Kernels, order: NsMethod) -> Run:
+    def _iteration(self, kernels: Kernels, method: NsMethod) -> Run:
         if kernels in ("sm90", "ops"):
             assert self._operators is not None
-            return native_iteration(order, self._operators)
-        return torch_iteration(order, triton_products() if kernels == "triton" else None)
+            return native_iteration(method, self._operators)
+        return torch_iteration(method, triton_products() if kernels == "triton" else None)
 
     def _capture(self, problem: Problem, choice: _Choice) -> None:
         if not isinstance(choice.run, Replayed):
@@ -356,11 +347,6 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
         torch_operators.momentum_pack_int8_,
         torch_operators.unpack_apply_,
     )
-
-
-def index_of(device: torch.device) -> int:
-    """Return the index of a GPU: without one that of the current GPU."""
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _operators(backend: NsBackend) -> ModuleType | None:

@@ -1,4 +1,4 @@
-"""The functions that run an iteration, and CUDA graphs of them."""
+"""The functions that run a Newton-Schulz iteration, and CUDA graphs of them."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ Run = Callable[[Tensor, NsSettings], Tensor]
 Replay = Callable[[Tensor], Tensor]
 
 
-def torch_iteration(order: NsMethod, products: Products | None = None) -> Run:
-    """Return torch's code for an order of the products, with torch's symmetric products or others."""
+def torch_iteration(method: NsMethod, products: Products | None = None) -> Run:
+    """Return torch's iteration by a method, with torch's symmetric products or others."""
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
-        return orthogonalize(x, settings=replace(settings, method=order), products=products)
+        return orthogonalize(x, settings=replace(settings, method=method), products=products)
 
     return run
 
 
-def native_iteration(order: NsMethod, operators: ModuleType) -> Run:
-    """Return the iteration in C++ over the symmetric products of the native library."""
+def native_iteration(method: NsMethod, operators: ModuleType) -> Run:
+    """Return the iteration in C++ by a method, over the symmetric products of the native library."""
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         result: Tensor = operators.orthogonalize(
             x,
             [value for row in settings.coefficients for value in row],  # flat: a, b, c, a, b, c, ...
-            order,
-            sorted(restart_steps(settings.coefficients, settings.dtype)) if order == "gram" else [],
+            method,
+            sorted(restart_steps(settings.coefficients, settings.dtype)) if method == "gram" else [],
             settings.dtype,
             SMALLEST_NORM,
         )
@@ -72,8 +72,8 @@ def triton_products() -> Products | None:
     return products_of(triton_sym.sym_gemm)
 
 
-# The memory pool of a device, and the replays whose graphs use it. Where all of them are gone, torch cannot capture
-# into it any more, and the next graph gets a new pool.
+# The memory pool of a device, and the replays whose graphs use it. Once all of these are gone, torch cannot capture
+# into the pool any more, and the next graph gets a new one.
 _pools: dict[torch.device, tuple[Any, weakref.WeakSet[Replay]]] = {}
 # One stream for all captures on a device: cuBLAS allocates a workspace for every stream that it has seen.
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -88,7 +88,7 @@ class Replayed:
     they run one after another on the caller's stream, so their workspaces may overlap.
 
     It is captured by :meth:`capture`, when the optimizer is bound, and never by a call: a capture waits for the device
-    and returns free memory to it, and in a step it could run out of memory on some of the ranks.
+    and returns free memory to it, and during a step it could run out of memory on some of the ranks.
 
     Attributes:
         run: The iteration. It computes on the current stream without synchronising, and is deterministic.
@@ -157,7 +157,7 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = run(graph_input, settings)
     except BaseException:
-        # torch leaves its own stream current if the capture cannot be ended, and the pool in an unknown state.
+        # If a capture cannot be ended, torch leaves its stream current and the pool in an unknown state.
         torch.cuda.set_stream(current)
         del _pools[x.device], _streams[x.device]
         raise

@@ -1,8 +1,8 @@
 """Compares the native operators and Triton's product with references, before a process uses them on a GPU.
 
 Each component has its own verdict. Inputs, bounds and order are fixed, so that the verdict is the same in every run;
-nothing is stored. It takes a second or two per process. A component that fails is left out with one warning. The report
-runs all components, on a CPU too, whose operators are otherwise trusted: every run of this project's tests covers them.
+nothing is stored. It takes a second or two per process. A component that fails is left out with one warning. Operators
+of a CPU are trusted, as every run of this project's tests covers them; the report tests these as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Checks = list[dict[str, Any]]
 """One entry for each comparison: ``op``, ``device``, ``error``, ``bound``, ``ok``."""
 
 _Compared = tuple[str, float, float]
-"""What follows the operator and its dtype in the name of the check, the error, and its bound."""
+"""The rest of the check's name, after the operator and its dtype; the error, and its bound."""
 
 # Bound of the relative error against float64, for any spectrum, by the dtype of the products. Low-rank and
 # ill-conditioned matrices come close to it; a Gaussian one has a tenth of it.
@@ -44,7 +44,7 @@ _DTYPE_PAIRS = [
     (torch.float16, torch.bfloat16),
     (torch.bfloat16, torch.float32),
 ]
-"""Dtypes of two tensors in one call; each dtype is once the first and once the second."""
+"""The dtypes of two tensors in one call; each is the first once, and the second once."""
 
 _NUMEL = 36_000
 """Elements of a flat tensor."""
@@ -57,9 +57,12 @@ def failure(component: Component, device: torch.device) -> str:
         InstallationError: If it left the CUDA context broken (an illegal address), so that nothing can run any more.
         torch.OutOfMemoryError: If the device has no memory left, which says nothing about the component.
     """
-    if device.type != "cuda":
-        return ""
-    return _failure(component, torch.cuda.current_device() if device.index is None else device.index)
+    return _failure(component, index_of(device)) if device.type == "cuda" else ""
+
+
+def index_of(device: torch.device) -> int:
+    """Return the index of a GPU; that of the current one if the device has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @functools.cache
@@ -145,7 +148,6 @@ def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[
     for method in ("standard", "gram"):
         restarts = sorted(restart_steps(rows, dtype)) if method == "gram" else []
         errors = []
-        # Stored by rows and by columns.
         for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT)):  # 96 x 320, and 320 x 96
             result = operators.orthogonalize(stored.to(device), flat, method, restarts, dtype, SMALLEST_NORM)
             errors.append(error_of(result.cpu(), right))
@@ -256,9 +258,8 @@ def _unpack_apply(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_
 def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     """Compare directions, codes and scales after two steps, as :func:`_momentum_pack`."""
     table, errors = _fragments(), []
-    # The blocks of the first fragment are aligned to a GPU's vectors, those of the others are not.
-    # Elements of a fragment's first block that precede it, (fragments,), and the blocks that a fragment touches. The
-    # scales of the fragments of one tensor follow each other.
+    # Elements of a fragment's first block that precede it, (fragments,), and the blocks that it touches. Only the first
+    # fragment's blocks are aligned to a GPU's vectors. The scales of the fragments of one tensor follow each other.
     phases = torch.full_like(table[:, Column.NUMEL], 7)
     phases[0] = 0
     counts = (phases + table[:, Column.NUMEL] + BLOCK - 1) // BLOCK
@@ -272,8 +273,7 @@ def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iter
             codes = _flat(device, (torch.int8, torch.int8))
             scales = [torch.zeros(int(counts.sum()), dtype=torch.float32, device=device) for _ in codes]
             outs = _flat(device, (dtype, dtype))
-            # The second step decodes what the first one has encoded.
-            for _ in range(2):
+            for _ in range(2):  # the second step decodes what the first one has encoded
                 run(codes, scales, _flat(device, grads), outs, table, _MOMENTUM_RATES, blocks)
             results.append((*codes, *scales, *outs))
         errors += [_relative(*pair) for pair in zip(*results, strict=True)]

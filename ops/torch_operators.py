@@ -50,8 +50,7 @@ def frobenius_norms(x: Tensor) -> Tensor:
     It reads ``x`` once, and copies it only if neither ``x`` nor ``x.mT`` is contiguous.
     """
     flat = (x if x.is_contiguous() else x.mT).flatten(-2)  # (..., rows * cols)
-    # torch accumulates in fp32 anyway. On a GPU the same kernel can return fp32; on a CPU that would take four times as
-    # long.
+    # torch accumulates in fp32 anyway. On a GPU the same kernel can return fp32; on a CPU that takes 4 times as long.
     half = flat.dtype.itemsize == 2 and flat.device.type != "cpu"
     norms: Tensor = torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float32 if half else None)
     return norms.float()
@@ -72,16 +71,16 @@ class Column(IntEnum):
 
 
 _MAX_NUMEL = 1 << 24
-"""Elements that a pass processes at a time, or one fragment if it is larger: this bounds its temporary memory."""
+"""Elements that a pass processes at a time, to bound its temporary memory; without int8 at least a whole fragment."""
 
 
 def in_partitions(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return a view of the elements of each row of a table in the first list of tensors."""
+    """Return the elements of each row of a table in the first list of tensors, as views."""
     return [tensors[partition].narrow(0, offset, numel) for partition, offset, _, _, numel, _ in rows]
 
 
 def in_buffers(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return a view of the elements of each row of a table in the second list of tensors."""
+    """Return the elements of each row of a table in the second list of tensors, as views."""
     return [tensors[buffer].narrow(0, offset, numel) for _, _, buffer, offset, numel, _ in rows]
 
 
@@ -282,7 +281,7 @@ def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
 
 
 def _with_equal_rates(table: Tensor, rates: Tensor) -> Iterator[tuple[tuple[float, float], list[list[int]]]]:
-    """Yield pairs of rates with rows of a table that have them: at most ``_MAX_NUMEL`` elements, or a row."""
+    """Yield pairs of rates, with rows of a table that have them: at most ``_MAX_NUMEL`` elements, or one row."""
     pairs = [(first, second) for first, second in rates.tolist()]
     rows_by_rates: dict[tuple[float, float], list[list[int]]] = {}
     numel_by_rates: dict[tuple[float, float], int] = {}

@@ -1,4 +1,4 @@
-"""The symmetric product in Triton: for machines without nvcc, and for GPUs that are newer than the CUDA sources.
+"""The symmetric product in Triton: for machines without nvcc, and for GPUs that the CUDA sources have no kernel for.
 
 Triton comes with every CUDA build of torch. A program of the kernel computes one tile of the lower triangle and stores
 it twice, once transposed. So the result is symmetric to the last bit, and half of the work is saved.
