@@ -32,6 +32,7 @@ from deepspeed_muon.routing.evidence import (
     router,
 )
 from deepspeed_muon.routing.names import (
+    NameEntry,
     bare_name,
     holder_path,
     in_block,
@@ -125,7 +126,8 @@ def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> 
             claims[member.key].append(claim)
     outside = _outside_blocks(matrices, structure) if structure.is_ordered else set()
     heads = dict(_heads(matrices, structure, outside))
-    for key, claim in (*heads.items(), *_first_layers(matrices, structure, outside, heads)):
+    first = (*_first_layers(matrices, structure, outside, heads), *_first_layers_by_name(matrices))
+    for key, claim in (*heads.items(), *first):
         claims[key].append(claim)
     return claims
 
@@ -194,15 +196,14 @@ def _first_layers(
     before = itertools.takewhile(lambda member: structure.is_ordered and member.kind != "embedding", matrices)
     readers = (member for member in before if bare_name(member.name).startswith("weight_ih"))
     outside = outside | {member.key for member in readers if member.kind == "linear"}
-    first_below: dict[str, int] = {}  # path of a module that is named like a first layer to its first weight
     for member in matrices:
-        components, shape, inputs = _components(member), member.full_shape, _inputs(member)
+        shape, inputs = member.full_shape, _inputs(member)
         is_convolution = member.kind == "convolution"
         # A convolution of one pixel may read what a layer before it squeezed into a few channels; 3 are an image.
         is_data = math.prod(shape[2:]) > 1 or inputs == 3 or inputs not in outputs
-        is_data |= math.prod(shape) == inputs**2  # beside a codebook
+        is_data |= math.prod(shape) == inputs**2  # the square one beside a codebook
         # Tacotron's location layer reads the channels of attention weights.
-        is_data &= inputs <= _MAX_DATA_CHANNELS and not _in_attention(components)
+        is_data &= inputs <= _MAX_DATA_CHANNELS and not _in_attention(_components(member))
         if is_convolution and is_data:
             yield member.key, Claim("input", f"first convolution: reads {inputs} channel{'s' * (inputs > 1)}")
         elif is_convolution and shape[0] == 3:
@@ -215,15 +216,6 @@ def _first_layers(
             or not (is_convolution or inputs in made or any(inputs % width == 0 for width in repeated))
         ):
             yield member.key, Claim("hidden", PERHAPS_FIRST, certain=False)
-        if member.kind in ("convolution", "linear"):
-            for position, component in enumerate(components):
-                entry = match_name(component, "input")
-                if entry and named_below(components, position) <= 1 and not in_block(components[:position]):
-                    # A patch embedding may have several layers ("patch_embed.conv.3"); all but the first are hidden.
-                    path = ".".join(components[: position + 1])
-                    if first_below.setdefault(path, member.key) == member.key:
-                        reason = f"first layer by name ({component.lower()})"
-                        yield member.key, Claim("input", reason, entry.certain)
         outputs.add(member.sides[0])
 
 
@@ -396,6 +388,21 @@ def _starred(member: NamedParameter) -> str:
 # 3. Names
 
 
+def _first_layers_by_name(matrices: Sequence[NamedParameter]) -> Iterator[tuple[int, Claim]]:
+    """Yield ``id`` and claim of the layers that are named like a first layer, or are first in a module that is."""
+    first_below: dict[str, int] = {}  # path of such a module to the first weight in it
+    for member in matrices:
+        components = _components(member) if member.kind in ("convolution", "linear") else []
+        for position, component in enumerate(components):
+            entry = match_name(component, "input")
+            if entry and named_below(components, position) <= 1 and not in_block(components[:position]):
+                # A patch embedding may have several layers ("patch_embed.conv.3"); all but the first are hidden.
+                path = ".".join(components[: position + 1])
+                if first_below.setdefault(path, member.key) == member.key:
+                    reason = f"first layer by name ({component.lower()})"
+                    yield member.key, Claim("input", reason, entry.certain)
+
+
 def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, Claim]:
     """Return the layers that are named like output heads, or are last in a module that is."""
     claims: dict[int, Claim] = {}
@@ -407,15 +414,7 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, Claim]:
         for name in member.names if member.kind in (None, "linear", "convolution", "weight", "bare") else ():
             components = holder_path(name).split(".")
             for position in range(len(components)):
-                # Some patterns span several components ("final_layer.linear"): the longest first.
-                spans = range(min(3, len(components) - position), 0, -1)
-                texts = [(".".join(components[position : position + n]), position + n - 1) for n in spans]
-                entry, end = next(
-                    ((entry, end) for text, end in texts if (entry := match_name(text, "head"))),
-                    (None, position),
-                )
-                if entry is None and not in_block(components[:position]):
-                    entry = match_name(components[position], "top-level head", "layer")
+                entry, end = _head_entry(components, position)
                 if entry is None or named_below(components, end) > 1:
                     continue
                 is_direct = named_below(components, end) == 0
@@ -434,6 +433,16 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, Claim]:
                     claims.setdefault(member.key, Claim("hidden", PERHAPS_HEAD, certain=False))
         later.add(_inputs(member))
     return claims
+
+
+def _head_entry(components: Sequence[str], position: int) -> tuple[NameEntry | None, int]:
+    """Return the entry of a head that matches at a position of a path, and the position of its last component."""
+    # Some patterns span several components ("final_layer.linear"): the longest first.
+    for end in range(min(position + 3, len(components)) - 1, position - 1, -1):
+        if entry := match_name(".".join(components[position : end + 1]), "head"):
+            return entry, end
+    is_top_level = not in_block(components[:position])
+    return match_name(components[position], "top-level head", "layer") if is_top_level else None, position
 
 
 def _name_claims(member: NamedParameter) -> Iterator[Claim]:

@@ -169,18 +169,7 @@ def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, La
             transposed = name in _STACKED_DOWN if stack else transposed
             product = f"{stack} experts in one matrix" if stack else ""
         elif len(shape) == 2 and kind in ("linear", "weight", "bare") and transposed is None:
-            # Outputs and inputs by the attributes of the module, else by the bias, else as torch stores them.
-            side = _side_of_bias(name, shapes)
-            product = "" if side is None else f"has a bias for its {shape[side]} outputs"
-            # in_features and out_features, or a pair like them: in_channels (PyG), _in_feats (DGL), input_dim, d_in
-            names = ("in_features", "out_features", *vars(module))
-            sizes = {name: size for name in names if isinstance(size := getattr(module, name, None), int)}
-            for inputs, size in sizes.items():
-                outputs = re.sub(r"in(?=put|_|$)", "out", inputs, count=1)
-                sides = sizes.get(outputs), size
-                if shape[0] != shape[1] and shape in (sides, sides[::-1]):
-                    side, product = int(shape != sides), f"has the size of {outputs} x {inputs}"
-                    break
+            side, product = _output_side(module, name, shapes)
             transposed = None if side is None else side == 1
         elif len(shape) == 3 and kind in ("weight", "bare", "experts"):
             transposed = transposed or _side_of_bias(name, shapes) == 1
@@ -258,6 +247,23 @@ def _stack(module: nn.Module, shape: tuple[int, ...]) -> int:
             if isinstance(count, int) and count > 1 and shape[0] % count == 0 and shape[0] > count:
                 return count
     return 0
+
+
+def _output_side(
+    module: nn.Module, name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int | None, str]:
+    """Return which dimension of a matrix has the outputs, by the module's attributes or else by the bias, and why."""
+    shape = shapes[name]
+    # in_features and out_features, or a pair like them: in_channels (PyG), _in_feats (DGL), input_dim, d_in
+    attributes = ("in_features", "out_features", *vars(module))
+    sizes = {text: size for text in attributes if isinstance(size := getattr(module, text, None), int)}
+    for inputs, size in sizes.items():
+        outputs = re.sub(r"in(?=put|_|$)", "out", inputs, count=1)
+        sides = sizes.get(outputs), size
+        if shape[0] != shape[1] and shape in (sides, sides[::-1]):
+            return int(shape != sides), f"has the size of {outputs} x {inputs}"
+    side = _side_of_bias(name, shapes)
+    return side, "" if side is None else f"has a bias for its {shape[side]} outputs"
 
 
 def _side_of_bias(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int | None:

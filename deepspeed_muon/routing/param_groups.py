@@ -299,16 +299,19 @@ def build_groups(
     by_id = {key: current_route(member, if_trained.get(key)) for key, member in members.items()}
     undecided = [member for key, member in members.items() if key not in explicit]
     untyped = model is None and any(len(true_shape(member.param)) > 1 for member in undecided)
+    by_shape: Literal["shape", "name and shape"] = (
+        "name and shape" if all(member.names for member in undecided) else "shape"
+    )
     return RoutedGroups(
-        groups,
-        members,
-        if_trained,
-        by_id,
+        groups=groups,
+        members=members,
+        if_trained=if_trained,
+        by_id=by_id,
         # Groups with the same number have the same settings, except for DeepSpeed's marks of experts.
-        {group.number: CallerGroup(group.number, group.settings) for group in reversed(callers)},
-        rates or {},
-        "" if not untyped else "name and shape" if all(member.names for member in undecided) else "shape",
-        partial,
+        callers={group.number: CallerGroup(group.number, group.settings) for group in reversed(callers)},
+        rates=rates or {},
+        routed_by=by_shape if untyped else "",
+        partial=partial,
     )
 
 

@@ -60,13 +60,13 @@ def model_parameters_by_name(
         claims[id(param)].append(claim)
     members = [
         NamedParameter(
-            tuple(names[key]),
-            param,
-            layers.get(key, Layer("bare")),
-            tuple(claims[key]),
-            shapes.get(names[key][0].rpartition(".")[0]),  # of the module that has the parameter
-            (shards or {}).get(key),
-            shards is None and any(getattr(param, mark, False) for mark in _SHARD_MARKS),
+            names=tuple(names[key]),
+            param=param,
+            layer=layers.get(key, Layer("bare")),
+            claims=tuple(claims[key]),
+            attention=shapes.get(names[key][0].rpartition(".")[0]),  # of the module that has the parameter
+            shards=(shards or {}).get(key),
+            awaits_shards=shards is None and any(getattr(param, mark, False) for mark in _SHARD_MARKS),
         )
         for key, param in params.items()
     ]

@@ -294,14 +294,14 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
         shape,
         algorithm,
         reason + description,
-        blocks,
-        kind,
-        transposed,
-        per_head,
-        claim.rule,
-        shards,
-        claim.certain,
-        stack,
+        output_blocks=blocks,
+        kind=kind,
+        transposed=transposed,
+        per_head=per_head,
+        rule=claim.rule,
+        shards=shards,
+        certain=claim.certain,
+        stack=stack,
     )
 
 
