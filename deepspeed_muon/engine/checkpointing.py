@@ -165,7 +165,7 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
                 universal_set(Path(given["load_dir"], tag))
             agreed.record("tag", tag)
     else:
-        tag, saved = _check_native(engine, given["load_dir"], given.get("tag"), with_state=with_state)
+        tag, saved = _checked_tag(engine, given["load_dir"], given.get("tag"), with_state=with_state)
     # DeepSpeed would read `latest` again on every rank, and another save may have replaced it by then.
     given["tag"] = tag
     # 3. DeepSpeed's load
@@ -226,7 +226,7 @@ def _tag_to_load(load_dir: str | os.PathLike[str], tag: object, latest: str) -> 
     return None if tag is None else str(tag)
 
 
-def _check_native(
+def _checked_tag(
     engine: DeepSpeedEngine, load_dir: str | os.PathLike[str], given_tag: object, *, with_state: bool
 ) -> tuple[str | None, SavedTag | None]:
     """Return the tag that DeepSpeed is to load, and what saved it; raise on every rank if it does not fit on one.
