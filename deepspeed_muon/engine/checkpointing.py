@@ -125,7 +125,6 @@ def save_checkpoint(
     # 2. the id of this save, from the first rank
     ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, purpose="naming of a save")
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
-    bound_engine_of(optimizer).save_id = save_id
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
         refuse_unusable(optimizer.param_groups, optimizer.config, {})
         if save_dir:
@@ -133,6 +132,7 @@ def save_checkpoint(
             make_folder(folder)
         prepare_save(engine, folder, save_id)
     # 3. DeepSpeed's save
+    bound_engine_of(optimizer).save_id = save_id
     try:
         with mock.patch.object(type(optimizer), "__reduce_ex__", _settings_alone):
             return original(save_dir, tag, client_state, *args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import deepspeed_muon
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import snapshots, training
 from tests.support.checkpoints import (
@@ -331,7 +332,9 @@ def save_refused(rank: int, world_size: int, *, folder: str) -> list[str]:
         lambda: engine.save_checkpoint(folder, tag="saved"),
         lambda: deepspeed_muon.consolidate(engine, f"{folder}/set"),
     )
-    return [training.refusal(save) for save in saves]
+    refusals = [training.refusal(save) for save in saves]
+    assert engine.basic_optimizer.state_dict()[RECORD_KEY]["save"] is None, "no save is running"
+    return refusals
 
 
 def test_a_rate_that_no_load_takes_is_not_saved(ranks: Any, tmp_path: Path) -> None:
