@@ -28,8 +28,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from deepspeed_muon.config.keywords import MuonKeywords
 from deepspeed_muon.config.values import (
     TORCH_OPTIONS,
-    ChunkNumel,
-    Eps,
     Flag,
     Fraction,
     Integer,
@@ -39,7 +37,6 @@ from deepspeed_muon.config.values import (
     QkClipConfig,
     Rate,
     RestoreConfig,
-    SecondBeta,
     plain,
     readable,
     shown,
@@ -129,10 +126,12 @@ class MuonConfig(_VariantSettings):
         description="`decoupled` (multiplied by the learning rate), `independent` (not), `cautious` (decoupled, only "
         "where the update has the weight's sign).",
     )
-    betas: tuple[Fraction, SecondBeta] = Field(
+    # AdamW divides by the root of the second moment. With a second beta of 0 that is |gradient|, and the update would
+    # be its sign. A smaller epsilon may round to 0 in fp32, and 0 / 0 is NaN; values up to 1 are in use.
+    betas: tuple[Fraction, Annotated[Number, Field(gt=0, lt=1)]] = Field(
         default=(0.9, 0.95), description="AdamW's betas; the second must be above 0."
     )
-    eps: Eps = Field(default=1e-10, description="AdamW's epsilon.")
+    eps: Annotated[Number, Field(ge=1e-30, le=100)] = Field(default=1e-10, description="AdamW's epsilon.")
     adam_w_mode: Flag = Field(default=True, description="`true`: AdamW; `false`: Adam with an L2 term.")
     adjust_lr_fn: AdjustLrName = Field(
         default="original",
@@ -211,7 +210,7 @@ class MuonConfig(_VariantSettings):
         description="What to do about an infinity or NaN in a gradient: `skip` the step, or raise an `error`. With a "
         "dynamic loss scale the step is always skipped.",
     )
-    exchange_chunk_numel: ChunkNumel = Field(
+    exchange_chunk_numel: Annotated[Integer, Field(ge=1, le=1 << 40)] = Field(
         default=1 << 26,
         description="Largest number of elements that a rank owns in a chunk; it bounds the communication buffers "
         "([architecture.md](architecture.md#glossary)).",

@@ -120,12 +120,6 @@ Flag = Annotated[bool, Field(strict=True)]
 # A larger rate or decay is a mistake: the bound is far above all useful values, and far below the largest fp32.
 Rate = Annotated[Number, Field(ge=0, le=1e4)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
-# AdamW divides by the root of the second moment. With a beta of 0 that is |gradient|, and the update would be its sign.
-SecondBeta = Annotated[Number, Field(gt=0, lt=1)]
-# In fp32 a smaller one may round to 0, and 0 / 0 is NaN. Values up to 1 are in use.
-Eps = Annotated[Number, Field(ge=1e-30, le=100)]
-Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
-ChunkNumel = Annotated[Integer, Field(ge=1, le=1 << 40)]
 Size = Annotated[int, Field(strict=True, ge=1)]
 Sizes = Annotated[list[Size], Field(min_length=1)]
 
@@ -168,7 +162,9 @@ class MomentumWarmupConfig(_Section):
 class QkClipConfig(_Section):
     """The value of ``qk_clip`` (:mod:`deepspeed_muon.qk_clip.clip`)."""
 
-    threshold: Positive = Field(default=100.0, description="Heads with a larger logit are clipped.")
+    threshold: Annotated[Number, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=100.0, description="Heads with a larger logit are clipped."
+    )
     alpha: Annotated[Number, Field(ge=0, le=1)] = Field(
         default=0.5, description="Exponent of the factor for queries; keys get `1 - alpha`."
     )

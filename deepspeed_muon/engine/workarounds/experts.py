@@ -79,11 +79,6 @@ def prepare_inputs(model: nn.Module) -> None:
         leaf.register_forward_pre_hook(_with_gradient, prepend=True, with_kwargs=True)
 
 
-def mark_layers(engine: DeepSpeedEngine) -> None:
-    """Mark the MoE layers of an engine, at stage 3 those that are called."""
-    mark_moe_layers(engine.module, called_only=engine.zero_optimization_stage() == 3)
-
-
 def prepare_leaves(engine: DeepSpeedEngine) -> None:
     """Prepare the inputs of leaf modules at stage 3."""
     if engine.zero_optimization_stage() == 3:
@@ -156,7 +151,9 @@ DIFFERENT_EXPERTS = Workaround(
     defect="where ranks run different experts, ZeRO 1 and 2 reduce gradients of different ones with each other, and "
     "ZeRO 3 waits for weights that other ranks do not gather",
     test="tests/distributed/test_idle_parameters.py::test_ranks_that_use_different_branches[1-leaf-]",
-    before_wrapping=mark_layers,
+    before_wrapping=lambda engine: mark_moe_layers(
+        engine.module, called_only=engine.zero_optimization_stage() == 3
+    ),
     prepare=find_waiting,
     hooks=(
         Hook((Zero12View,), "reduce_ready_partitions_and_remove_grads", reduce_ready_partitions, _WAIT),

@@ -176,14 +176,10 @@ def take_step(original: Original, engine: DeepSpeedEngine, *args: object, **kwar
             view.forget_gradients()
 
 
-def _is_zero(view: View) -> bool:
-    return isinstance(view, ZeroView)
-
-
 # Shared by the next two workarounds.
 _BETWEEN_STEPS = (
     Hook((ZeroView,), "zero_grad", zero_grad),
-    Hook(DeepSpeedEngine, "_take_model_step", take_step, _is_zero),
+    Hook(DeepSpeedEngine, "_take_model_step", take_step, lambda view: isinstance(view, ZeroView)),
 )
 
 EARLIER_BACKWARD = Workaround(
