@@ -297,10 +297,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     with exclusive(path.with_name(f".{path.name}.lock"), busy) as is_locked:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointError(f"{path}: is a file, or already holds something; name a new folder")
-        # Leftovers of killed processes that were making this folder. Without a lock, one may still be running.
-        pattern = f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.tmp"
-        for abandoned in path.parent.glob(pattern) if is_locked else ():
-            shutil.rmtree(abandoned, ignore_errors=True)
+        if is_locked:  # else another process may still be making this folder
+            for abandoned in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.tmp"):
+                shutil.rmtree(abandoned, ignore_errors=True)
         temporary = temporary_path(path)
         try:
             temporary.mkdir()

@@ -510,8 +510,10 @@ class BoundEngine:
             source: The checkpoint that is restored, for the error.
         """
         self._interrupted_restore = source
+        if self._forward_guards:
+            return
         # A pipeline engine runs its module without calling itself; evaluation code may call the module directly.
-        for module in (self.engine, self.engine.module) if not self._forward_guards else ():
+        for module in (self.engine, self.engine.module):
             guard = module.register_forward_pre_hook(lambda *_: self.require_restored(), prepend=True)
             self._forward_guards.append(guard)
 

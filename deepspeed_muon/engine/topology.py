@@ -467,9 +467,9 @@ def tensor_shards(
     """
     group = tensor_parallel_group(engine)
     shards: dict[int, TensorShards] = {}
-    for param in engine.module.parameters() if group is not None else ():
-        if not is_model_parallel_parameter(param):
-            continue
+    if group is None:
+        return shards
+    for param in filter(is_model_parallel_parameter, engine.module.parameters()):
         try:
             shards[id(param)] = read_sharding(param).of_matrix(true_shape(param), dist.get_world_size(group))
         except ValueError as error:

@@ -254,7 +254,7 @@ class FlatView(View):
             rank = dist.get_rank(group)
             partitions[rank].copy_(master)
             step = max(1, _GATHERED_NUMEL // len(partitions))
-            for start in range(0, master.numel(), step) if len(partitions) > 1 else ():
+            for start in range(0, master.numel() if len(partitions) > 1 else 0, step):
                 slices = [
                     partition.narrow(0, start, min(step, master.numel() - start)) for partition in partitions
                 ]
@@ -454,11 +454,9 @@ class Zero12View(FlatView, ZeroView):
         """Add what :meth:`finished_gradients` returned before the backward pass, or the phase of it, that has ended."""
         for index, earlier_grads in earlier.items():
             grads = self.wrapper.averaged_gradients[index]
-            # Gradients that are accumulated in fp32 are in one buffer, which has the sum already.
-            for grad, earlier_grad in (
-                zip(grads, earlier_grads, strict=True) if grads is not earlier_grads else ()
-            ):
-                grad.add_(earlier_grad)
+            if grads is not earlier_grads:  # else an fp32 buffer, which has the sum already
+                for grad, earlier_grad in zip(grads, earlier_grads, strict=True):
+                    grad.add_(earlier_grad)
 
     def delivered(self, param: Tensor) -> Tensor | None:
         """Return the sum of an offloaded parameter's gradients in this rank's gradient of its master.
@@ -502,7 +500,9 @@ class Zero12View(FlatView, ZeroView):
     def fill_up(self) -> None:
         # With ignore_unused_parameters false DeepSpeed itself reports parameters that have no gradient.
         reduced, ignores_unused = self.memory.reduced, self.wrapper.ignore_unused_parameters
-        for param in chain(*self.wrapper.params_in_partition) if self.in_last_micro_step else ():
+        if not self.in_last_micro_step:
+            return
+        for param in chain(*self.wrapper.params_in_partition):
             if (ignores_unused or id(param) in reduced) and self.is_undelivered(param):
                 self.zero_gradient(param)
                 self.wrapper.copy_grads_in_partition(param)

@@ -56,8 +56,9 @@ def model_parameters_by_name(
             claims[id(param)].append(claim)
             if claim.reason == _EXPERTS_LORA:
                 layers[id(param)] = Layer("LoRA of experts")
-    for param, claim in _pipeline_claims(model) if pipeline else ():
-        claims[id(param)].append(claim)
+    if pipeline:
+        for param, claim in _pipeline_claims(model):
+            claims[id(param)].append(claim)
     members = [
         NamedParameter(
             names=tuple(names[key]),

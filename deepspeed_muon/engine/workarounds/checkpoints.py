@@ -59,8 +59,9 @@ class _GatheredScalars(GatheredParameters):  # type: ignore[misc]  # DeepSpeed h
     """Broadcasts scalars as vectors: DeepSpeed views what it broadcasts as bytes."""
 
     def __exit__(self, *exc: object) -> None:
-        for param in self.params if self.enabled else ():
-            param.data = param.data.reshape(-1) if param.data.dim() == 0 else param.data
+        if self.enabled:
+            for param in self.params:
+                param.data = param.data.reshape(-1) if param.data.dim() == 0 else param.data
         super().__exit__(*exc)
 
 
