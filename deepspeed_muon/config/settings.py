@@ -453,6 +453,9 @@ def checked_group_settings(
     return {**{key: getattr(checked, key) for key in values}, **rates}
 
 
+_settings_of = operator.itemgetter(*sorted(GROUP_SETTINGS - {"lr"}))
+
+
 def refuse_unusable(
     groups: Sequence[Mapping[str, Any]], config: MuonConfig, checked: dict[int, tuple[object, ...]]
 ) -> None:
@@ -474,9 +477,6 @@ def refuse_unusable(
         if not (is_checked and isinstance(lr, float) and low <= lr <= high):
             checked_group_settings(group, f"param group {number}", config)
             checked[number] = tuple(map(plain, settings))
-
-
-_settings_of = operator.itemgetter(*sorted(GROUP_SETTINGS - {"lr"}))
 
 
 KEYS = sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS)

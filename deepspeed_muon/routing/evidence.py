@@ -155,7 +155,7 @@ def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, La
     parameters = list(direct_parameters(module))
     shapes = {name: true_shape(param) for name, param in parameters}
     for name, param in parameters:
-        kind = _kind(module, name)
+        kind = _layer_kind(module, name)
         shape = true_shape(param)
         is_transposed = getattr(module, "is_transposed", type(module).__name__ in _TRANSPOSED_EXPERTS)
         # by type, True or unknown
@@ -165,7 +165,7 @@ def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, La
         stack, product = 0, ""
         claims: tuple[Claim, ...] = ()
         if len(shape) == 2 and kind in ("weight", "bare", "experts") and _in_experts(path):
-            stack = _stack(module, shape)  # (experts * rows, cols)
+            stack = _stacked_experts(module, shape)  # (experts * rows, cols)
             transposed = name in _STACKED_DOWN if stack else transposed
             product = f"{stack} experts in one matrix" if stack else ""
         elif len(shape) == 2 and kind in ("linear", "weight", "bare") and transposed is None:
@@ -197,7 +197,7 @@ def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield name, param
 
 
-def _kind(module: nn.Module, name: str) -> LayerKind:
+def _layer_kind(module: nn.Module, name: str) -> LayerKind:
     kind = type(module).__name__
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "embedding"
@@ -239,7 +239,7 @@ def _in_experts(path: str) -> bool:
     )
 
 
-def _stack(module: nn.Module, shape: tuple[int, ...]) -> int:
+def _stacked_experts(module: nn.Module, shape: tuple[int, ...]) -> int:
     """Return how many experts are concatenated along the rows of a 2-dimensional weight; 0 if that is unknown."""
     for holder in (module, getattr(module, "args", None), getattr(module, "config", None)):
         for attribute in _EXPERT_COUNTS:

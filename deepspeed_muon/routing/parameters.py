@@ -41,12 +41,12 @@ def model_parameters_by_name(
     # A list of modules alone has no order, and a stage of a pipeline does not have all layers.
     structure = Structure(is_ordered=not pipeline and not isinstance(model, (nn.ModuleList, nn.ModuleDict)))
     layers: dict[int, Layer] = {}
-    shapes: dict[str, AttentionShape | None] = {}
+    attention_shapes: dict[str, AttentionShape | None] = {}
     claims: dict[int, list[Claim]] = {key: [] for key in params}
     for path, module in model.named_modules():  # parents before children
         structure.add(path, module)
         # The config of a vision tower differs from that of the language model beside it.
-        shapes[path] = attention_shape(module) or shapes.get(path.rpartition(".")[0])
+        attention_shapes[path] = attention_shape(module) or attention_shapes.get(path.rpartition(".")[0])
         for param, layer, layer_claims in read_layers(path, module):
             # A weight that an embedding and a linear layer share counts as the embedding's.
             if id(param) not in layers or layer.kind == "embedding":
@@ -65,7 +65,7 @@ def model_parameters_by_name(
             param=param,
             layer=layers.get(key, Layer("bare")),
             claims=tuple(claims[key]),
-            attention=shapes.get(names[key][0].rpartition(".")[0]),  # of the module that has the parameter
+            attention=attention_shapes.get(names[key][0].rpartition(".")[0]),  # by the path of its module
             shards=(shards or {}).get(key),
             awaits_shards=shards is None and any(getattr(param, mark, False) for mark in _SHARD_MARKS),
         )
