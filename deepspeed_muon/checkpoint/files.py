@@ -325,7 +325,7 @@ def make_folder(folder: Path) -> None:
             missing.append(parent)
             parent = parent.parent
         if not os.path.ismount(parent):
-            # A killed save may have made this folder without syncing the one above; not if that one cannot be read.
+            # A killed save may have made this folder without syncing the one above. Unreadable ones are not ours.
             with contextlib.suppress(PermissionError):
                 fsync_folder(parent.parent)
         for path in reversed(missing):

@@ -156,7 +156,7 @@ def _master_files(view: Zero3View) -> set[str]:
 def check_copy(
     engine: DeepSpeedEngine, tag_folder: Path, saved: SavedTag | None, save_id: str | None, with_state: bool
 ) -> None:
-    """Check that a checkpoint was offloaded to NVMe if the engine is, and that this rank's copy is of that save.
+    """Check that checkpoint and engine both offload to NVMe or neither does, and that this rank's copy is of that save.
 
     Args:
         engine: The engine that is about to load.
