@@ -60,7 +60,7 @@ def chosen(
         dispatch.Problem.of(x, settings, torch.device(device)), prepared=True
     )
     is_graph = isinstance(choice.run, dispatch.Replayed)
-    return f"{choice.kernels} {choice.order}{' graph' if is_graph else ''}"
+    return f"{choice.kernels} {choice.method}{' graph' if is_graph else ''}"
 
 
 @pytest.mark.parametrize(
