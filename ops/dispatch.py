@@ -71,12 +71,8 @@ class Problem:
         """Whether the symmetric kernels of a GPU run it: in half precision, for sides that they take."""
         is_half = self.settings.dtype in (torch.float16, torch.bfloat16)
         is_aligned = not (self.rows % _MULTIPLE or self.cols % _MULTIPLE)
-        return (
-            self.device.type == "cuda"
-            and is_half
-            and is_aligned
-            and min(self.rows, self.cols) >= _KERNELS_FROM
-        )
+        is_large = min(self.rows, self.cols) >= _KERNELS_FROM
+        return self.device.type == "cuda" and is_half and is_aligned and is_large
 
     @property
     def flops(self) -> float:

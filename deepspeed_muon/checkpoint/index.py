@@ -461,12 +461,8 @@ class ConsolidatedSource:
             if len(self._open_files) > _MAX_OPEN_FILES:
                 self._open_files.pop(next(iter(self._open_files))).close()
             if name not in self._layouts:
-                layout = FileLayout.of(
-                    {
-                        tensor_name(key, p): self.parameters[p].shape_of(key)
-                        for p, key in self._tensors_in[name]
-                    }
-                )
+                records, tensors = self.parameters, self._tensors_in[name]
+                layout = FileLayout.of({tensor_name(key, p): records[p].shape_of(key) for p, key in tensors})
                 if status.st_size != layout.nbytes:
                     raise CheckpointError(
                         f"{path}: {status.st_size} bytes, expected {layout.nbytes}, which its tensors have by the index"

@@ -396,9 +396,7 @@ def _difference(engine: DeepSpeedEngine, saved: SavedTag) -> _Difference:
                 f"({parameter.route_reason})"
             )
         # Where a parameter is replicated, the number of ranks does not matter.
-        then, now = (
-            Placement(**{**entry["placement"], "replicas": 0}),
-            replace(parameter.placement, replicas=0),
-        )
+        then = Placement(**{**entry["placement"], "replicas": 0})
+        now = replace(parameter.placement, replicas=0)
         moved = moved or (entry["partition"], then) != (parameter.partition, now)
     return _Difference(set(entries), set(live) if entries else set(), rerouted, moved)

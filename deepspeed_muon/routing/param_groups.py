@@ -299,9 +299,7 @@ def build_groups(
     by_id = {key: current_route(member, if_trained.get(key)) for key, member in members.items()}
     undecided = [member for key, member in members.items() if key not in explicit]
     untyped = model is None and any(len(true_shape(member.param)) > 1 for member in undecided)
-    by_shape: Literal["shape", "name and shape"] = (
-        "name and shape" if all(member.names for member in undecided) else "shape"
-    )
+    has_names = all(member.names for member in undecided)
     return RoutedGroups(
         groups=groups,
         members=members,
@@ -310,7 +308,7 @@ def build_groups(
         # Groups with the same number have the same settings, except for DeepSpeed's marks of experts.
         callers={group.number: CallerGroup(group.number, group.settings) for group in reversed(callers)},
         rates=rates or {},
-        routed_by=by_shape if untyped else "",
+        routed_by=("name and shape" if has_names else "shape") if untyped else "",
         partial=partial,
     )
 
