@@ -93,7 +93,7 @@ def check(settings: dict[str, Any]) -> str:
 
 
 def train_until_killed() -> None:
-    """Train as one of two ranks, and say after which step."""
+    """Train as one of two ranks, and print the number of every step that is done."""
     engine = training.make_engine(training.ds_config(3))
     for step in itertools.count():
         training.run_step(engine, step, dist.get_rank(), 2, 1)
@@ -115,6 +115,8 @@ def check_killed_rank() -> str:
         for line in ranks[1].stdout:
             if line.startswith("step 2"):
                 break
+        else:
+            raise RuntimeError("the rank that was to be killed ended before its third step")
         ranks[1].kill()
         start = time.monotonic()
         # Twice the time-out: that of the operation, and that of the watchdog that ends the process.
