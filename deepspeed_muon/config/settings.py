@@ -59,7 +59,7 @@ from deepspeed_muon.variants import VARIANTS
 
 OUR_TYPE = "deepspeed_muon"
 MUON_TYPES = ("muon", OUR_TYPE)
-"""The values of ``optimizer.type``, in lower case, that mean this optimizer; the first is DeepSpeed's Muon's too."""
+"""The values of ``optimizer.type``, in lower case, that mean this optimizer; DeepSpeed has a Muon of the first name."""
 
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
@@ -127,10 +127,11 @@ class MuonConfig(_VariantSettings):
         "where the update has the weight's sign).",
     )
     # AdamW divides by the root of the second moment. With a second beta of 0 that is |gradient|, and the update would
-    # be its sign. A smaller epsilon may round to 0 in fp32, and 0 / 0 is NaN; values up to 1 are in use.
+    # be its sign.
     betas: tuple[Fraction, Annotated[Number, Field(gt=0, lt=1)]] = Field(
         default=(0.9, 0.95), description="AdamW's betas; the second must be above 0."
     )
+    # A smaller one may round to 0 in fp32, and 0 / 0 is NaN; values up to 1 are in use.
     eps: Annotated[Number, Field(ge=1e-30, le=100)] = Field(default=1e-10, description="AdamW's epsilon.")
     adam_w_mode: Flag = Field(default=True, description="`true`: AdamW; `false`: Adam with an L2 term.")
     adjust_lr_fn: AdjustLrName = Field(
