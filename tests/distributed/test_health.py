@@ -230,6 +230,21 @@ def test_on_an_accelerator_garbage_is_left_out_once(ranks: Any, stage: int, how:
     assert 0 < distance < 0.2, "one update is missing"
 
 
+def train_diverging(rank: int, world_size: int, **settings: Any) -> Any:
+    """Train in bf16 with cans, which a configuration refuses."""
+    params = {"ns_schedule": "cans", "ns_dtype": "bf16", "ns_backend": "torch", **settings.pop("params", {})}
+    with mock.patch("deepspeed_muon.config.settings.tolerates_rounding", return_value=True):
+        return training.train(rank, world_size, stage=1, params=params, **settings)
+
+
+def test_a_schedule_that_diverges_in_bf16(ranks: Any) -> None:
+    """Nothing is injected: cans in bf16 blows up on the 1 x 16 and 16 x 1 matrices, and only the check notices."""
+    checked = ranks(2).run(train_diverging)[0]["params"]
+    assert all(bool(torch.isfinite(value).all()) for value in checked.values())
+    blind = ranks(2).run(train_diverging, params={"health": False}, steps=1)[0]["params"]
+    assert not all(bool(torch.isfinite(value).all() and value.abs().max() < 100) for value in blind.values())
+
+
 # A bad row moment of NorMuon (from a damaged state) made its whole matrix NaN: only what came before was checked.
 
 BETA2 = 0.9
